@@ -1,0 +1,196 @@
+"""The recipe: every key that a run has, its type, default and unit. Nothing else configures a run.
+
+Sections are frozen and strict: an unknown key is refused, a wrong type is refused, and once built
+a `Config` doesn't change. Rules that tie keys of several sections together live in
+`megagrid.config.rules`; presets that fill `[model]` live in `megagrid.config.presets`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DropoutRate = Annotated[float, Field(ge=0, lt=1)]
+
+Precision = Literal["fp32", "bf16", "fp64"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+class Section(BaseModel):
+    """A table of the recipe. Keys are checked, values are typed, the result is immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    """Shape of the network. A preset fills what isn't stated; without one, state the shape."""
+
+    preset: str | None = None
+    """Name of a row of `megagrid.config.presets.PRESETS`."""
+    family: Literal["gpt", "llama"] = "llama"
+    """gpt: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, no biases."""
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    """Heads that share one key/value: equal to num_heads for MHA, 1 for MQA, between for GQA."""
+    head_dim: PositiveInt
+    """Width of one head; hidden_size / num_heads unless stated."""
+    vocab_size: PositiveInt
+    """Rows of the embedding before padding; token ids are below it."""
+    max_seq_length: PositiveInt
+    """Longest input that the positions allow, in tokens."""
+    tied_embeddings: bool = False
+    """The output head reuses the token embedding."""
+    norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10000.0
+    dropout: DropoutRate = 0.0
+    """On the embedding and on each residual branch (gpt)."""
+    attention_dropout: DropoutRate = 0.0
+    """On the attention probabilities (gpt)."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; residual projections are divided by sqrt(2 L)."""
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """The vocabulary is padded to a multiple of this times tensor_parallel_size."""
+
+
+class ParallelConfig(Section):
+    """The grid: how many ranks along each axis, and what each axis does."""
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt | None = None
+    """None: whatever the ranks leave after tp, pp and cp."""
+    sequence_parallel: bool = False
+    """Norms and residuals sharded along the sequence over the tp axis."""
+    pipeline_schedule: ScheduleName = "1F1B"
+    virtual_pipeline_size: PositiveInt = 1
+    """Chunks of layers on each pipeline rank."""
+    layers_per_stage: list[NonNegativeInt] | None = None
+    """Layers of each stage, first to last; None: balanced by cost."""
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """Over the dp axis only: parameters, gradients and optimizer states (FULL_SHARD), the same with
+    parameters kept gathered during the step (SHARD_GRAD_OP), nothing (NO_SHARD)."""
+    allow_tp_across_nodes: bool = False
+
+
+class TrainConfig(Section):
+    """The work of the run."""
+
+    seq_length: PositiveInt
+    """Tokens of a sample that are trained on."""
+    micro_batch_size: PositiveInt = 1
+    """Samples that one forward of one data-parallel rank takes."""
+    global_batch_size: PositiveInt
+    """Samples of one optimizer step over the whole grid."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the run; state this or `tokens`."""
+    tokens: PositiveInt | None = None
+    """Token budget of the run; steps = ceil(tokens / (global_batch_size * seq_length))."""
+    seed: NonNegativeInt = 1234
+    precision: Precision = "fp32"
+    """bf16: bf16 compute with fp32 master weights, fp32 gradient reduction and optimizer."""
+    device: str = "auto"
+    """"auto": the accelerator if there is one, else cpu; or a device type by name."""
+    timeout_seconds: PositiveFloat = 600.0
+    """A collective that waits longer ends the job."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019). Norm weights, biases and 1-d parameters aren't decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate. Gradients are means over tokens, so it doesn't depend on the grid."""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class LRScheduleConfig(Section):
+    """Learning rate over steps: linear warmup, then the shape named."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt | None = None
+    """cosine, linear: steps from the end of the warmup to the minimum (None: to the last step);
+    wsd: length of the final decay (None: a tenth of the run)."""
+    min_lr_ratio: Fraction = 0.1
+    """Final over peak learning rate."""
+
+
+class DataConfig(Section):
+    """What the run reads."""
+
+    paths: list[str] = Field(min_length=1)
+    """Prefixes written by `megagrid data prepare`, or "synthetic"."""
+    weights: list[NonNegativeFloat] | None = None
+    """Share of samples drawn from each path; None: by their size."""
+    valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of documents held out for evaluation."""
+    repeat: bool = True
+    """Start a new epoch when the documents run out; false: the run ends with the data."""
+    cache_dir: str | None = None
+    """Where index caches lie; None: beside each prefix."""
+    prefetch: NonNegativeInt = 2
+    """Steps of batches that a background thread reads ahead."""
+
+
+class EvaluationConfig(Section):
+    """Validation in the loop, forward only, through the same pipeline."""
+
+    interval: NonNegativeInt = 0
+    """Steps between evaluations; 0: only at the end, if there is a validation split."""
+    batches: PositiveInt = 4
+    """Global batches of one evaluation, at most; the same samples each time."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and what it starts from."""
+
+    save_interval: NonNegativeInt = 0
+    """Steps between saves; 0: only at the end."""
+    save_at_end: bool = True
+    keep_last: NonNegativeInt = 0
+    """Newest checkpoints that are kept; 0: all."""
+    resume: str | None = None
+    """A checkpoint's folder, a run's folder, or "latest" (of run_dir; a fresh start if it has none)."""
+
+
+class LoggingConfig(Section):
+    """Where the run writes, and what it says."""
+
+    run_dir: str
+    interval: PositiveInt = 1
+    """Steps between lines on the console; metrics.jsonl has every step."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak of one device in TFLOP/s, for MFU and HFU; None: from the device's name if it is known."""
+    wandb: Literal["online", "offline", "off"] = "off"
+    wandb_project: str = "megagrid"
+    wandb_name: str | None = None
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LRScheduleConfig = LRScheduleConfig()
+    data: DataConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig

@@ -1,0 +1,29 @@
+"""What a user is told when a run can't be what they asked for.
+
+Every class here stands for somebody's mistake outside the program: a recipe, a file, a machine. Its
+message is one line that names the key or file, the values found and what would work. The command
+line prints it as ``error: …`` and exits with 2; anything else that is raised is a fault of megagrid
+and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MegagridError(Exception):
+    """A mistake that the user can mend; the message says how."""
+
+
+class ConfigError(MegagridError):
+    """A recipe or an override that contradicts itself, the model or the grid."""
+
+
+class GridError(MegagridError):
+    """Ranks, nodes or environment variables that can't form the grid asked for."""
+
+
+class DataError(MegagridError):
+    """A corpus, tokenizer or token file that is missing, damaged or doesn't fit the run."""
+
+
+class CheckpointError(MegagridError):
+    """A checkpoint that is missing, incomplete, damaged or of another model."""
