@@ -1,0 +1,145 @@
+"""Microbatches of a rank, step by step, read ahead by a background thread.
+
+A `Batch` holds `tokens` and `labels`, both int64 [b, s] with ``labels[:, t]`` the token after ``tokens[:, t]``, and
+`sample_ids`, int64 [b]. A label of `IGNORE` counts neither in the loss nor in the number of valid tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from megagrid.data.dataset import SampleSource
+from megagrid.data.sampler import Sampler
+from megagrid.errors import DataError
+
+IGNORE = -100
+NO_SAMPLE = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch: tokens [b, s], labels [b, s], sample_ids [b], all int64."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    sample_ids: np.ndarray
+
+    @property
+    def valid_tokens(self) -> int:
+        """Labels that count."""
+        return int(np.count_nonzero(self.labels != IGNORE))
+
+
+class Loader:
+    """The batches of one data-parallel rank; ranks that differ in tp, cp or pp only load the same.
+
+    ``pad``: rows past the end of the data are filled with ignored labels and sample id −1, so that an evaluation
+    reads every sample once, whatever the batch size. Without it, asking for a step that the data can't fill is a DataError.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        sampler: Sampler,
+        dp_rank: int,
+        *,
+        prefetch: int = 0,
+        pad: bool = False,
+    ):
+        self.dataset = dataset
+        self.sampler = sampler
+        self.dp_rank = dp_rank
+        self.prefetch = prefetch
+        self.pad = pad
+
+    def steps_left(self, consumed_samples: int = 0) -> int | None:
+        """Steps that the data still gives, the same on all ranks; None: without end."""
+        full = self.sampler.full_steps(self.dataset.len_or_none, consumed_samples)
+        if full is None or not self.pad:
+            return full
+        left = max(self.dataset.len_or_none - consumed_samples, 0)
+        return -(-left // self.sampler.global_batch_size)
+
+    def step(self, consumed_samples: int) -> list[Batch]:
+        """The microbatches of the step after ``consumed_samples``.
+
+        Errors: DataError where the data ends before the step is full and ``pad`` is off.
+        """
+        end = self.dataset.len_or_none
+        asked = consumed_samples + self.sampler.global_batch_size
+        if end is not None and asked > end and not self.pad:
+            raise DataError(
+                f"the data has {end} samples and the step needs samples {consumed_samples} to "
+                f"{asked - 1}; set data.repeat=true or train.steps to at most "
+                f"{end // self.sampler.global_batch_size}"
+            )
+        ids = self.sampler.sample_ids(consumed_samples, self.dp_rank)
+        return [self._batch(row, end) for row in ids]
+
+    def steps(self, consumed_samples: int = 0) -> Iterator[list[Batch]]:
+        """The steps from ``consumed_samples`` on, until the data has no more.
+
+        Up to ``prefetch`` of them are read ahead in a thread, which ends with the iterator.
+        """
+        made = self._make_steps(consumed_samples)
+        return _read_ahead(made, self.prefetch) if self.prefetch else made
+
+    def _make_steps(self, consumed_samples: int) -> Iterator[list[Batch]]:
+        left = self.steps_left(consumed_samples)
+        while left is None or left > 0:
+            yield self.step(consumed_samples)
+            consumed_samples += self.sampler.global_batch_size
+            left = None if left is None else left - 1
+
+    def _batch(self, ids: np.ndarray, end: int | None) -> Batch:
+        length = self.dataset.seq_length
+        rows = np.zeros((len(ids), length + 1), dtype=np.int64)
+        real = np.ones(len(ids), dtype=bool) if end is None else ids < end
+        for row in np.flatnonzero(real):
+            rows[row] = self.dataset[int(ids[row])]
+        # Copies: torch.from_numpy wants memory of its own, writable and contiguous.
+        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        labels[~real] = IGNORE
+        return Batch(tokens, labels, np.where(real, ids, NO_SAMPLE))
+
+
+def _read_ahead(steps: Iterator[list[Batch]], depth: int) -> Iterator[list[Batch]]:
+    """``steps``, made in a thread and at most ``depth`` of them waiting; its errors are raised here."""
+    waiting: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+    finished = object()
+
+    def put(item: object) -> None:
+        while not stop.is_set():
+            try:
+                return waiting.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            with closing(steps):
+                for step in steps:
+                    put(step)
+                    if stop.is_set():
+                        return
+            put(finished)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not finished:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()
