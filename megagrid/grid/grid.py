@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megagrid.grid.placement import Coordinate, Placement
 
@@ -47,15 +46,14 @@ class Grid:
     """One rank's view of the run's ranks.
 
     Attributes:
-        placement: sizes of the axes and the map from ranks to coordinates.
+        placement: sizes of the axes, and the map from ranks to coordinates.
         rank: this rank's global number.
         device: where this rank computes.
-        tp, cp, dp, pp: the axes.
-        embedding: first and last stage of this rank's pipeline, which share a tied embedding; of
-            size 1 on the ranks between.
+        tp, cp, dp, pp: the axes of the grid.
         world: all ranks.
-        replicate_mesh: (dp, 1) mesh and `shard_mesh`: (dp,) mesh, what fully_shard is given; None
-            without process groups.
+        embedding: first and last rank of this rank's pipeline, which share a tied embedding; of
+            size 1 on the ranks between.
+        kv: the tp ranks that hold the same key/value head, where tp exceeds their number.
     """
 
     placement: Placement
@@ -65,11 +63,9 @@ class Grid:
     cp: Axis
     dp: Axis
     pp: Axis
-    embedding: Axis
     world: Axis
+    embedding: Axis
     kv: Axis
-    shard_mesh: DeviceMesh | None = None
-    replicate_mesh: DeviceMesh | None = None
 
     @property
     def coordinate(self) -> Coordinate:
@@ -78,52 +74,49 @@ class Grid:
     @property
     def axes(self) -> dict[str, Axis]:
         """Every axis by name."""
-        axes = (self.tp, self.cp, self.dp, self.pp, self.embedding, self.kv, self.world)
+        axes = (self.tp, self.cp, self.dp, self.pp, self.world, self.embedding, self.kv)
         return {axis.name: axis for axis in axes}
 
 
-def build_grid(placement: Placement, rank: int, device: torch.device, num_kv_heads: int) -> Grid:
+def build_grid(
+    placement: Placement, rank: int, device: torch.device | str, num_kv_heads: int
+) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
 
-    Args:
-        num_kv_heads: where tp is larger, groups of tp / num_kv_heads ranks hold the same key/value
-            head (axis "kv").
+    Collective over all ranks. The default process group must exist if there is more than one.
 
-    The default process group must exist if there is more than one rank.
+    Args:
+        num_kv_heads: of the model; below tp it decides which ranks hold the same key/value head.
     """
 
     def axis(name: str, groups: Iterable[tuple[int, ...]]) -> Axis:
+        # new_group is collective over the world: every rank makes every group, its own or not.
         mine = Axis.single(name, rank)
         for ranks in groups:
-            group = dist.new_group(ranks, group_desc=name) if len(ranks) > 1 else None
+            group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
-                mine = Axis(name, tuple(ranks), ranks.index(rank), group)
+                mine = Axis(name, ranks, ranks.index(rank), group)
         return mine
 
-    pipelines = placement.groups("pp")
-    copies = max(1, placement.tp // num_kv_heads)
-    kv_groups = [
-        ranks[i : i + copies]
-        for ranks in placement.groups("tp")
-        for i in range(0, placement.tp, copies)
-    ]
-    multiple = placement.world_size > 1
     everyone = tuple(range(placement.world_size))
-    tp, cp, dp, pp = (axis(name, placement.groups(name)) for name in ("tp", "cp", "dp", "pp"))
-    shard_mesh = replicate_mesh = None
-    if multiple:
-        shard_mesh, replicate_mesh = _dp_meshes(placement, rank, device, dp)
+    kv_copies = max(1, placement.tp // num_kv_heads)
     return Grid(
         placement=placement,
         rank=rank,
-        device=device,
-        tp=tp,
-        cp=cp,
-        dp=dp,
-        pp=pp,
-        embedding=axis("embedding", [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1]),
-        kv=axis("kv", kv_groups),
-        world=Axis("world", everyone, rank, dist.group.WORLD if multiple else None),
-        shard_mesh=shard_mesh,
-        replicate_mesh=replicate_mesh,
+        device=torch.device(device),
+        tp=axis("tp", placement.groups("tp")),
+        cp=axis("cp", placement.groups("cp")),
+        dp=axis("dp", placement.groups("dp")),
+        pp=axis("pp", placement.groups("pp")),
+        world=Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None),
+        embedding=axis("embedding", _ends(placement.groups("pp"))),
+        kv=axis("kv", _runs(placement.groups("tp"), kv_copies)),
     )
+
+
+def _ends(pipelines: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1]
+
+
+def _runs(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
+    return [ranks[i : i + length] for ranks in groups for i in range(0, len(ranks), length)]

@@ -20,13 +20,15 @@ cut holds. Global names and shapes know nothing of the grid, so neither does a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megagrid.grid.grid import Axis
+from megagrid.nn.init import Init
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,26 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a local parameter: `box` of the global tensor `name` of shape `shape`.
+    """A part of a local parameter: `box` of the global tensor `name`.
 
     Attributes:
-        name: global name relative to the module that owns it until `named_layouts` prefixes it.
-        shape: shape of the global tensor, without padding.
-        box: the part that lies here.
-        local_rows: rows along dim 0 of the local parameter that the box fills; more than
-            `box.sizes[0]` where the vocabulary is padded: the rest is zero, trained by nobody and
-            never saved.
+        name: a layer states it relative to its parent module; `parameter_shards` makes it global.
+        shape: of the global tensor, without padding.
+        box: the part of it that lies here.
+        local_rows: rows along dim 0 of the local parameter that the box fills. More than
+            `box.sizes[0]` where the vocabulary is padded: those rows are zero, get no gradient and
+            are never saved.
         init: how its values begin, see `megagrid.nn.init`.
-        replicas: the axes along which other ranks hold this same box. It is counted, and written,
-            once: by the rank of index 0 along all of them.
-        partial: the axes of `replicas` along which each rank's gradient is only a summand.
+        replicas: the axes along which other ranks hold the same box. It is counted, and written,
+            by the rank whose index is 0 along all of them.
+        partial: those axes of `replicas` along which each rank's gradient is only a summand.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     local_rows: int
-    init: str
+    init: Init
     replicas: tuple[Axis, ...] = ()
     partial: tuple[Axis, ...] = ()
 
@@ -83,12 +85,34 @@ class Layout:
     pieces: tuple[Piece, ...]
     decay: bool
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        rows = sum(piece.local_rows for piece in self.pieces)
+        return (rows, *self.pieces[0].box.sizes[1:])
+
+    def named(self, parent: str) -> Layout:
+        """The same with global names: the pieces' names below the module path `parent`."""
+        named = (replace(piece, name=f"{parent}{piece.name}") for piece in self.pieces)
+        return replace(self, pieces=tuple(named))
+
+    def replicated(self, axis: Axis, *, partial: bool = False) -> Layout:
+        """The same, held by every rank of `axis`."""
+        pieces = tuple(
+            replace(
+                piece,
+                replicas=(*piece.replicas, axis),
+                partial=(*piece.partial, axis) if partial else piece.partial,
+            )
+            for piece in self.pieces
+        )
+        return replace(self, pieces=pieces)
+
     def rows(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
-        """What the rows [start, stop) of the local parameter hold.
+        """What rows [start, stop) of the local parameter hold.
 
         Yields:
-            each piece cut down to those rows, and where they lie, counted from `start`. Rows of
-            padding are left out, a piece of which nothing is left too.
+            each piece cut down to those rows, and the slice that it fills, counted from `start`.
+            Padding, and pieces of which nothing is left, are passed over.
         """
         top = 0
         for piece in self.pieces:
@@ -96,17 +120,77 @@ class Layout:
             last = min(stop, top + piece.box.sizes[0])
             if first < last:
                 offsets = (piece.box.offsets[0] + first - top, *piece.box.offsets[1:])
-                sizes = (last - first, *piece.box.sizes[1:])
-                yield replace(piece, box=Box(offsets, sizes), local_rows=last - first), slice(
-                    first - start, last - start
-                )
+                box = Box(offsets, (last - first, *piece.box.sizes[1:]))
+                cut = replace(piece, box=box, local_rows=last - first)
+                yield cut, slice(first - start, last - start)
             top += piece.local_rows
 
 
-def named_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Layouts of all parameters of `model`, keyed by their name in it, pieces by global names.
+@dataclass(frozen=True)
+class ParameterShard:
+    """What this rank owns of one parameter: the rows that optimizer, norm and checkpoint work on.
 
-    A module states `layouts: dict[parameter name, Layout]` and is found by it, before and after
-    fully_shard. A tied parameter appears once, where it is first met.
+    Attributes:
+        name: of the parameter in its stage.
+        parameter: what the module holds: a plain tensor, or FSDP's DTensor over the dp axis.
+        tensor: the local rows of it, sharing its storage.
+        boxes: for each box of the model among those rows, its piece and slice of `tensor`.
+        decay: whether weight decay applies.
     """
-    ...
+
+    name: str
+    parameter: nn.Parameter
+    tensor: Tensor
+    boxes: tuple[tuple[Piece, slice], ...]
+    decay: bool
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The local rows of the gradient, sharing its storage; None if there is none."""
+        grad = self.parameter.grad
+        return _local(grad) if grad is not None else None
+
+
+def parameter_shards(model: nn.Module, replicated_over: Axis | None = None) -> list[ParameterShard]:
+    """All parameters that `model` trains, in the order of their names in it; a tied one once.
+
+    A layer states where its parameters lie in `layouts: dict[parameter name, Layout]`, which
+    fully_shard leaves in place.
+
+    Args:
+        replicated_over: the dp axis, if every rank of it holds whole parameters.
+    """
+    shards = []
+    for path, module in model.named_modules():
+        parent = path[: path.rfind(".") + 1]
+        for name, layout in getattr(module, "layouts", {}).items():
+            layout = layout.named(parent)
+            if replicated_over is not None:
+                layout = layout.replicated(replicated_over)
+            parameter = getattr(module, name)
+            tensor = _local(parameter.detach())
+            start = _first_row(parameter)
+            shards.append(
+                ParameterShard(
+                    name=f"{path}.{name}",
+                    parameter=parameter,
+                    tensor=tensor,
+                    boxes=tuple(layout.rows(start, start + tensor.shape[0])),
+                    decay=layout.decay,
+                )
+            )
+    return shards
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Where a shard begins in its local parameter. FSDP cuts dim 0 into chunks of ceil(n / dp)."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return offsets[0]

@@ -1,0 +1,1 @@
+"""Ranks, their places and their process groups."""

@@ -1,0 +1,73 @@
+"""Who this process is: the only module that reads the environment. Pure, no torch.
+
+A rank is told by its launcher: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+GROUP_RANK, MASTER_ADDR and MASTER_PORT. A process without RANK is a run of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megagrid.errors import GridError
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What the launcher says of a rank.
+
+    Attributes:
+        rank: number among all ranks, `world_size` of them.
+        local_rank: number among the ranks of its node, `local_world_size` of them.
+        node: number of its node.
+        master_address, master_port: where rank 0 listens; None for a run of one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    master_address: str | None = None
+    master_port: int | None = None
+
+
+def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as a rank of a run."""
+    return "RANK" in environ
+
+
+def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+    """This process's place in the run.
+
+    Raises:
+        GridError: naming the variable that is missing, no number or out of range.
+    """
+    if not is_rank(environ):
+        return RankEnvironment()
+    world_size = _number(environ, "WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    rank = _number(environ, "RANK")
+    if not 0 <= rank < world_size:
+        raise GridError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
+    if "MASTER_ADDR" not in environ:
+        raise GridError("RANK is set but MASTER_ADDR is not; start ranks with torchrun")
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK", default=rank % local_world_size),
+        local_world_size=local_world_size,
+        node=_number(environ, "GROUP_RANK", default=rank // local_world_size),
+        master_address=environ["MASTER_ADDR"],
+        master_port=_number(environ, "MASTER_PORT"),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise GridError(f"{name}={text!r} must be a whole number; start ranks with torchrun")
+    return int(text)
