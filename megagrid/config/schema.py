@@ -16,7 +16,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-DropoutRate = Annotated[float, Field(ge=0, lt=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Precision = Literal["fp32", "bf16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -52,9 +52,9 @@ class ModelConfig(Section):
     """The output head reuses the token embedding."""
     norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat = 10000.0
-    dropout: DropoutRate = 0.0
+    dropout: BelowOne = 0.0
     """On the embedding and on each residual branch (gpt)."""
-    attention_dropout: DropoutRate = 0.0
+    attention_dropout: BelowOne = 0.0
     """On the attention probabilities (gpt)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual projections are divided by sqrt(2 L)."""
@@ -81,6 +81,12 @@ class ParallelConfig(Section):
     """Over the dp axis only: parameters, gradients and optimizer states (FULL_SHARD), the same with
     parameters kept gathered during the step (SHARD_GRAD_OP), nothing (NO_SHARD)."""
     allow_tp_across_nodes: bool = False
+    """Warn about a tp group that crosses nodes instead of refusing it."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, over all ranks of the pp axis."""
+        return self.pipeline_parallel_size * self.virtual_pipeline_size
 
 
 class TrainConfig(Section):
@@ -104,6 +110,17 @@ class TrainConfig(Section):
     timeout_seconds: PositiveFloat = 600.0
     """A collective that waits longer ends the job."""
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run, whichever of `steps` and `tokens` states its length."""
+        if self.steps is not None:
+            return self.steps
+        return -(-self.tokens // self.tokens_per_step)
+
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019). Norm weights, biases and 1-d parameters aren't decayed."""
@@ -111,8 +128,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 3e-4
     """Peak learning rate. Gradients are means over tokens, so it doesn't depend on the grid."""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip_grad: NonNegativeFloat = 1.0
@@ -138,7 +155,7 @@ class DataConfig(Section):
     """Prefixes written by `megagrid data prepare`, or "synthetic"."""
     weights: list[NonNegativeFloat] | None = None
     """Share of samples drawn from each path; None: by their size."""
-    valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    valid_fraction: BelowOne = 0.01
     """Share of documents held out for evaluation."""
     repeat: bool = True
     """Start a new epoch when the documents run out; false: the run ends with the data."""

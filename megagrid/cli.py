@@ -1,0 +1,103 @@
+"""`megagrid VERB …`: finds the verb's module and hands it the arguments.
+
+A verb's module offers `add_arguments(parser)` and `run(arguments) -> exit code`. It is imported
+only when its verb is called, so that planning and asking for help never wait for torch.
+
+Exit codes: 0 done; 2 a mistake of the user, told in one line on stderr; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+from megagrid import __version__
+from megagrid.config.suggest import closest
+from megagrid.errors import MegagridError
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+VERBS = MappingProxyType(
+    {
+        "train": ("megagrid.train.command", "train a recipe, on this machine or as one of its ranks"),
+        "grid": ("megagrid.grid.command", "show where each rank goes, and its groups"),
+        "schedule": ("megagrid.pipeline.schedules.command", "draw and check a pipeline schedule"),
+        "data": ("megagrid.data.command", "turn text into token files, and look into them"),
+        "ckpt": ("megagrid.checkpoint.command", "look into checkpoints"),
+        "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
+        "bench": ("megagrid.train.bench_command", "measure a step after warm-up"),
+    }
+)
+"""Verb -> (module, help)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; `argv` without the program's name, or sys.argv's. Returns its exit code."""
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except MegagridError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has left. The interpreter flushes stdout once more at its end,
+        # which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="megagrid",
+        usage="megagrid VERB …",
+        description="The same pretraining run on every TP x PP x DP grid.",
+        epilog="\n".join(
+            ["verbs:", *(f"  {verb:<10}{text}" for verb, (_, text) in VERBS.items())]
+            + ["", "`megagrid VERB --help` says more of each."]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megagrid {__version__}")
+    parser.add_argument("verb", nargs="?", help=argparse.SUPPRESS)
+    verb = parser.parse(argv[:1]).verb
+    if verb is None:
+        parser.print_help()
+        return 0
+    if verb not in VERBS:
+        near = closest(verb, VERBS)
+        hint = f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}"
+        raise MegagridError(f"unknown verb {verb!r}; {hint}")
+    module_name, text = VERBS[verb]
+    module = importlib.import_module(module_name)
+    verb_parser = Parser(prog=f"megagrid {verb}", description=module.__doc__ or text)
+    module.add_arguments(verb_parser)
+    return module.run(verb_parser.parse(argv[1:]))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is an error like any other, and options may stand between overrides."""
+
+    has_subverbs = False
+
+    def error(self, message: str) -> NoReturn:
+        raise MegagridError(f"{message}; `{self.prog} --help` shows what there is")
+
+    def add_subparsers(self, **kwargs) -> argparse._SubParsersAction:
+        self.has_subverbs = True
+        return super().add_subparsers(**kwargs)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """`RECIPE a.b=1 --flag c.d=2` needs intermixed parsing, which argparse has without subverbs."""
+        if self.has_subverbs:
+            return self.parse_args(argv)
+        return self.parse_intermixed_args(argv)

@@ -1,0 +1,245 @@
+"""A recipe from a TOML file and ``section.key=value`` overrides.
+
+    file, overrides  ->  settings  ->  + preset, derived  ->  Config
+                         key: value and origin                typed, frozen
+
+Every setting remembers where it came from, so that an error names the file and line, or the
+override, that it is about.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import get_args
+
+from pydantic import ValidationError
+
+from megagrid.config import suggest
+from megagrid.config.dump import toml_value
+from megagrid.config.presets import PRESETS
+from megagrid.config.schema import Config
+from megagrid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and where it was stated: "recipes/a.toml:12", "command line", "preset gpt2"."""
+
+    value: object
+    origin: str
+
+
+Settings = dict[str, Setting]
+"""Keyed by "section.key"."""
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """The run that the recipe at `path` describes, with `overrides` in place of its own values.
+
+    What a preset or a derived default adds is stated in the result, so that it stands alone.
+
+    Raises:
+        ConfigError: the file can't be read, a key is unknown, missing or of the wrong type.
+    """
+    settings = _read_recipe(Path(path))
+    settings |= _read_overrides(overrides)
+    settings = _with_preset(settings)
+    settings = _with_derived(settings)
+    return _validate(settings, str(path))
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+def _read_recipe(path: Path) -> Settings:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8 text"
+        raise ConfigError(f"can't read recipe {path}: {reason}") from None
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(path, text, str(error))) from None
+    settings = {}
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            origin = _origin(path, text, "", section)
+            if section in suggest.KEYS:
+                raise ConfigError(
+                    f"{origin}: {section}={toml_value(table)} must be a section; write [{section}] "
+                    "and its keys below"
+                )
+            raise _unknown(origin, "", section)
+        if section not in suggest.KEYS:
+            raise _unknown(_origin(path, text, section), section, "")
+        for key, value in table.items():
+            origin = _origin(path, text, section, key)
+            if key not in suggest.KEYS[section]:
+                raise _unknown(origin, section, key)
+            settings[f"{section}.{key}"] = Setting(value, origin)
+    return settings
+
+
+def _syntax_error(path: Path, text: str, message: str) -> str:
+    """tomllib's message with its position in front: ``file:line: what (column n)``."""
+    what, _, position = message.rstrip(")").rpartition(" (at ")
+    if place := re.fullmatch(r"line (\d+), column (\d+)", position):
+        return f"{path}:{place[1]}: not TOML: {what} (column {place[2]})"
+    return f"{path}:{text.count(chr(10)) + 1}: not TOML: {what} (at the end of the file)"
+
+
+def _origin(path: Path, text: str, section: str, key: str | None = None) -> str:
+    """`path` with the line that states [section] or its key; without, if it is written oddly."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+\s*([^\]\s]+)\s*\]", line):
+            current = header[1].strip("\"'").partition(".")[0]
+            if current == section and (key is None or header[1] == f"{section}.{key}"):
+                return f"{path}:{number}"
+        elif key is not None and current in ("", section):
+            name = key if current == section else f"{section}.{key}"
+            if re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*[=.]", line):
+                return f"{path}:{number}"
+    return str(path)
+
+
+def _read_overrides(overrides: Iterable[str]) -> Settings:
+    settings: Settings = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"override {text!r} has no value; write section.key=value")
+        section, dot, key = name.strip().partition(".")
+        if not dot:
+            raise _unknown("command line", "", section)
+        if key not in suggest.KEYS.get(section, ()):
+            raise _unknown("command line", section, key)
+        if name in settings:
+            raise ConfigError(
+                f"command line: {name} is given twice, as {toml_value(settings[name].value)} and "
+                f"{value}; keep one"
+            )
+        settings[f"{section}.{key}"] = Setting(_parse(section, key, value.strip()), "command line")
+    return settings
+
+
+def _parse(section: str, key: str, text: str) -> object:
+    """The value of an override: as in a recipe, or ``none``, or a string without its quotes."""
+    if not text:
+        raise ConfigError(
+            f'command line: {section}.{key}= has no value; write none to clear it, "" for empty text'
+        )
+    if text == "none":
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if len(parsed) > 1 or (_is_text(section, key) and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def _is_text(section: str, key: str) -> bool:
+    """Whether the key takes any string, so that ``run_dir=2024`` needs no quotes."""
+    annotation = Config.model_fields[section].annotation.model_fields[key].annotation
+    choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return str in choices
+
+
+def _unknown(origin: str, section: str, key: str) -> ConfigError:
+    name = f"key {section}.{key}" if section and key else f"section [{section}]" if section else key
+    return ConfigError(f"{origin}: unknown {name}; {suggest.remedy(section, key)}")
+
+
+# --- Filling in ----------------------------------------------------------------------------------
+
+
+def _with_preset(settings: Settings) -> Settings:
+    """The shape of `model.preset` beneath what is stated."""
+    if "model.preset" not in settings or settings["model.preset"].value is None:
+        return settings
+    name, origin = settings["model.preset"].value, settings["model.preset"].origin
+    if name not in PRESETS:
+        near = suggest.closest(str(name), PRESETS)
+        raise ConfigError(
+            f"{origin}: model.preset={toml_value(name)} isn't a preset; "
+            + (f"did you mean {near}? " if near else "")
+            + f"there are {', '.join(PRESETS)}"
+        )
+    shape = {f"model.{key}": Setting(v, f"preset {name}") for key, v in PRESETS[name].items()}
+    return shape | settings
+
+
+def _with_derived(settings: Settings) -> Settings:
+    """`num_kv_heads` and `head_dim` where neither recipe nor preset states them."""
+    derived: Settings = {}
+    heads, hidden = settings.get("model.num_heads"), settings.get("model.hidden_size")
+    if heads is not None:
+        derived["model.num_kv_heads"] = Setting(heads.value, heads.origin)
+    if heads is not None and hidden is not None and "model.head_dim" not in settings:
+        head_dim = _head_dim(hidden, heads)
+        if head_dim is not None:
+            derived["model.head_dim"] = Setting(head_dim, hidden.origin)
+    return derived | settings
+
+
+def _head_dim(hidden: Setting, heads: Setting) -> int | None:
+    """hidden_size / num_heads; None where their types are wrong, which validation reports."""
+    h, n = hidden.value, heads.value
+    if type(h) is not int or type(n) is not int or h < 1 or n < 1:
+        return None
+    if h % n:
+        raise ConfigError(
+            f"{hidden.origin}: model.hidden_size={h} must be a multiple of model.num_heads={n}; "
+            f"choose {h // n * n or n} or {(h // n + 1) * n}, or state model.head_dim"
+        )
+    return h // n
+
+
+# --- Typing --------------------------------------------------------------------------------------
+
+
+def _validate(settings: Settings, path: str) -> Config:
+    tables: dict[str, dict[str, object]] = {section: {} for section in suggest.KEYS}
+    for name, setting in settings.items():
+        section, _, key = name.partition(".")
+        tables[section][key] = setting.value
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    missing = [".".join(map(str, fault["loc"])) for fault in faults if fault["type"] == "missing"]
+    wrong = [fault for fault in faults if fault["type"] != "missing"]
+    messages = [_wrong_value(fault, settings) for fault in wrong]
+    if missing and not wrong:
+        messages.append(f"{path}: {', '.join(missing)} {_missing_remedy(missing)}")
+    raise ConfigError("; ".join(messages))
+
+
+def _wrong_value(fault: dict, settings: Settings) -> str:
+    """One fault that pydantic found, in the words of the recipe."""
+    section, key, *index = fault["loc"]
+    setting = settings[f"{section}.{key}"]
+    name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
+    shown = f"{name}={toml_value(fault['input'])}"
+    message = fault["msg"]
+    if message.startswith("Input should"):
+        text = f"{setting.origin}: {shown}{message.removeprefix('Input')}"
+    else:
+        text = f"{setting.origin}: {shown}: {message}"
+    if fault["type"] == "list_type" and isinstance(setting.value, str):
+        text += f"""; quoted for the shell, e.g. '{name}=["a", "b"]'"""
+    return text
+
+
+def _missing_remedy(missing: list[str]) -> str:
+    if any(name.startswith("model.") for name in missing):
+        return f"must be stated, or model.preset, one of {', '.join(PRESETS)}"
+    return "must be stated"

@@ -1,0 +1,359 @@
+"""Rules that tie keys together, each checked once, before ranks start.
+
+A rule is a function that returns nothing, or raises a ConfigError that names the keys, their values
+and what would work. `RULES` is the list; a new rule is a new function and a new row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from megagrid.config.dump import toml_value
+from megagrid.config.schema import Config, ModelConfig, ScheduleName
+from megagrid.errors import ConfigError
+from megagrid.grid.placement import Placement
+
+TRAINABLE_SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
+"""Pipeline schedules that the executor is tested with."""
+
+NO_FP64_DEVICES = ("mps",)
+
+
+def check(config: Config, world_size: int | None = None) -> None:
+    """Hold `config` against every rule.
+
+    Args:
+        world_size: ranks that will run it. Without it and without parallel.data_parallel_size,
+            rules about the dp axis are left for later.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+        GridError: the grid doesn't have `world_size` ranks.
+    """
+    if world_size is not None:
+        config = _with_data_parallel_size(config, world_size)
+    for rule in RULES:
+        rule(config)
+
+
+def placement(config: Config, world_size: int | None = None) -> Placement:
+    """The grid of the run.
+
+    Args:
+        world_size: ranks that there are; None: as few as the recipe allows, dp 1 unless stated.
+
+    Raises:
+        GridError: the stated sizes don't make `world_size` ranks.
+    """
+    parallel = config.parallel
+    tp, pp, cp = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.context_parallel_size,
+    )
+    if world_size is None:
+        return Placement(tp=tp, pp=pp, cp=cp, dp=parallel.data_parallel_size or 1)
+    return Placement.for_world(world_size, tp=tp, pp=pp, cp=cp, dp=parallel.data_parallel_size)
+
+
+def _with_data_parallel_size(config: Config, world_size: int) -> Config:
+    dp = placement(config, world_size).dp
+    parallel = config.parallel.model_copy(update={"data_parallel_size": dp})
+    return config.model_copy(update={"parallel": parallel})
+
+
+# --- Model ---------------------------------------------------------------------------------------
+
+
+def kv_heads_divide_heads(config: Config) -> None:
+    model = config.model
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads} must divide model.num_heads="
+            f"{model.num_heads}; choose {_choice(_divisors(model.num_heads))}"
+        )
+
+
+def rope_needs_even_head_dim(config: Config) -> None:
+    """RoPE turns pairs of channels."""
+    model = config.model
+    if model.family == "llama" and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} must be even for RoPE; choose {model.head_dim + 1}, "
+            'or model.family="gpt"'
+        )
+
+
+def dropout_is_for_gpt(config: Config) -> None:
+    model = config.model
+    for key in ("dropout", "attention_dropout"):
+        if model.family != "gpt" and (rate := getattr(model, key)):
+            raise ConfigError(
+                f'model.{key}={rate} has no place in model.family="{model.family}"; set it to 0, '
+                'or model.family="gpt"'
+            )
+
+
+# --- Tensor and sequence parallelism ---------------------------------------------------------------
+
+
+def tensor_parallel_splits_the_layer(config: Config) -> None:
+    """tp ranks share heads, MLP columns and key/value heads evenly.
+
+    With more ranks than key/value heads, tp / num_kv_heads ranks hold a copy of the same one.
+    """
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    choices = f"choose {_choice(_tensor_parallel_sizes(model))}"
+    for key in ("num_heads", "ffn_hidden_size"):
+        if getattr(model, key) % tp:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size={tp} must divide model.{key}="
+                f"{getattr(model, key)}; {choices}"
+            )
+    if not _divide(tp, model.num_kv_heads):
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={tp} must divide model.num_kv_heads="
+            f"{model.num_kv_heads} or be a multiple of it; {choices}"
+        )
+
+
+def sequence_parallel_splits_the_sequence(config: Config) -> None:
+    seq, tp = config.train.seq_length, config.parallel.tensor_parallel_size
+    if config.parallel.sequence_parallel and seq % tp:
+        raise ConfigError(
+            f"train.seq_length={seq} must be a multiple of parallel.tensor_parallel_size={tp} "
+            f"under parallel.sequence_parallel=true; choose {_choice(_multiples_near(seq, tp))}, "
+            "or set it to false"
+        )
+
+
+def context_parallel_is_to_come(config: Config) -> None:
+    if (cp := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={cp} isn't supported yet; choose 1, and for long "
+            "inputs parallel.sequence_parallel=true with a larger parallel.tensor_parallel_size"
+        )
+
+
+def positions_reach_the_sequence(config: Config) -> None:
+    seq, longest = config.train.seq_length, config.model.max_seq_length
+    if seq > longest:
+        raise ConfigError(
+            f"train.seq_length={seq} is longer than model.max_seq_length={longest}; choose at most "
+            f"{longest}, or raise model.max_seq_length"
+        )
+
+
+# --- Pipeline ------------------------------------------------------------------------------------
+
+
+def schedule_is_trainable(config: Config) -> None:
+    schedule = config.parallel.pipeline_schedule
+    if schedule not in TRAINABLE_SCHEDULES:
+        raise ConfigError(
+            f'parallel.pipeline_schedule="{schedule}" can be drawn but not trained with yet; '
+            f"choose {_choice(TRAINABLE_SCHEDULES)}"
+        )
+
+
+def schedule_fits_the_chunks(config: Config) -> None:
+    """Interleaved1F1B takes any number of chunks a rank, ZBV two, the others one."""
+    schedule, chunks = config.parallel.pipeline_schedule, config.parallel.virtual_pipeline_size
+    if schedule == "Interleaved1F1B":
+        return
+    needed = 2 if schedule == "ZBV" else 1
+    if chunks != needed:
+        raise ConfigError(
+            f"parallel.virtual_pipeline_size={chunks} doesn't fit parallel.pipeline_schedule="
+            f'"{schedule}", which has {needed} a rank; choose {needed}, or '
+            'parallel.pipeline_schedule="Interleaved1F1B"'
+        )
+
+
+def every_stage_has_layers(config: Config) -> None:
+    """Without `layers_per_stage`: whoever wants an empty stage says so there."""
+    parallel, layers = config.parallel, config.model.num_layers
+    if parallel.layers_per_stage is None and parallel.num_stages > layers:
+        chunks = parallel.virtual_pipeline_size
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={parallel.pipeline_parallel_size}{_times(chunks)} "
+            f"makes {parallel.num_stages} stages for model.num_layers={layers}; choose at most "
+            f"{max(1, layers // chunks)} ranks, or state parallel.layers_per_stage with zeros"
+        )
+
+
+def layers_per_stage_adds_up(config: Config) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    stated = parallel.layers_per_stage
+    if stated is None:
+        return
+    if len(stated) != parallel.num_stages:
+        raise ConfigError(
+            f"parallel.layers_per_stage={toml_value(stated)} has {len(stated)} entries for "
+            f"parallel.pipeline_parallel_size={parallel.pipeline_parallel_size}"
+            f"{_times(parallel.virtual_pipeline_size)} = {parallel.num_stages} stages; state one "
+            "for each"
+        )
+    if sum(stated) != layers:
+        raise ConfigError(
+            f"parallel.layers_per_stage={toml_value(stated)} adds up to {sum(stated)}, not "
+            f"model.num_layers={layers}; {_more_or_fewer(layers - sum(stated))}"
+        )
+
+
+# --- Batch and length of the run -------------------------------------------------------------------
+
+
+def batch_is_whole_microbatches(config: Config) -> None:
+    """Every dp rank runs the same number, at least one, of microbatches of one size."""
+    train, dp = config.train, config.parallel.data_parallel_size
+    unit = train.micro_batch_size * (dp or 1)
+    if train.global_batch_size % unit:
+        product = f" x parallel.data_parallel_size={dp} = {unit}" if dp else ""
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size}{product}; choose "
+            f"{_choice(_multiples_near(train.global_batch_size, unit))}"
+        )
+
+
+def run_has_one_length(config: Config) -> None:
+    steps, tokens = config.train.steps, config.train.tokens
+    if steps is None and tokens is None:
+        raise ConfigError("neither train.steps nor train.tokens is stated; state one of them")
+    if steps is not None and tokens is not None:
+        raise ConfigError(
+            f"train.steps={steps} and train.tokens={tokens} both set the run's length; keep one, "
+            "or clear one with train.steps=none"
+        )
+
+
+def final_decay_fits_the_run(config: Config) -> None:
+    schedule, steps = config.lr_schedule, config.train.total_steps
+    if schedule.kind == "wsd" and (schedule.decay_steps or 0) > steps:
+        raise ConfigError(
+            f"lr_schedule.decay_steps={schedule.decay_steps} is longer than the run of {steps} "
+            f'steps under lr_schedule.kind="wsd"; choose at most {steps}'
+        )
+
+
+def device_computes_the_precision(config: Config) -> None:
+    train = config.train
+    if not re.fullmatch(r"[a-z]+", train.device):
+        raise ConfigError(
+            f'train.device="{train.device}" must be "auto" or a device type such as "cpu" or '
+            '"cuda"; each rank takes the index of its own'
+        )
+    if train.precision == "fp64" and train.device in NO_FP64_DEVICES:
+        raise ConfigError(
+            f'train.precision="fp64" isn\'t computed by train.device="{train.device}"; choose '
+            '"fp32" or "bf16", or train.device="cpu"'
+        )
+
+
+# --- Data and files ------------------------------------------------------------------------------
+
+
+def weights_blend_the_paths(config: Config) -> None:
+    paths, weights = config.data.paths, config.data.weights
+    if weights is None:
+        return
+    if len(weights) != len(paths):
+        raise ConfigError(
+            f"data.weights={toml_value(weights)} has {len(weights)} entries for {len(paths)} "
+            "data.paths; state one for each"
+        )
+    if not sum(weights) > 0:
+        raise ConfigError(
+            f"data.weights={toml_value(weights)} draws from none of the data.paths; make one "
+            "larger than 0"
+        )
+
+
+def paths_are_distinct(config: Config) -> None:
+    for index, path in enumerate(config.data.paths):
+        if not path:
+            raise ConfigError(f'data.paths[{index}]="" names no file; write a prefix or "synthetic"')
+        if path in config.data.paths[:index]:
+            raise ConfigError(
+                f'data.paths names "{path}" twice; keep one, and draw more from it with data.weights'
+            )
+
+
+def evaluation_has_documents(config: Config) -> None:
+    interval, fraction = config.evaluation.interval, config.data.valid_fraction
+    if interval and not fraction:
+        raise ConfigError(
+            f"evaluation.interval={interval} has nothing to evaluate on with data.valid_fraction="
+            f"{fraction}; make it larger than 0, or evaluation.interval=0"
+        )
+
+
+def run_has_a_folder(config: Config) -> None:
+    if not config.logging.run_dir.strip():
+        raise ConfigError('logging.run_dir="" names no folder; write one, e.g. "runs/first"')
+
+
+RULES: tuple[Callable[[Config], None], ...] = (
+    kv_heads_divide_heads,
+    rope_needs_even_head_dim,
+    dropout_is_for_gpt,
+    tensor_parallel_splits_the_layer,
+    context_parallel_is_to_come,
+    positions_reach_the_sequence,
+    sequence_parallel_splits_the_sequence,
+    schedule_is_trainable,
+    schedule_fits_the_chunks,
+    every_stage_has_layers,
+    layers_per_stage_adds_up,
+    batch_is_whole_microbatches,
+    run_has_one_length,
+    final_decay_fits_the_run,
+    device_computes_the_precision,
+    weights_blend_the_paths,
+    paths_are_distinct,
+    evaluation_has_documents,
+    run_has_a_folder,
+)
+
+
+# --- What would work -----------------------------------------------------------------------------
+
+
+def _divide(a: int, b: int) -> bool:
+    """Whether one of them divides the other."""
+    return a % b == 0 or b % a == 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _tensor_parallel_sizes(model: ModelConfig) -> list[int]:
+    """Every tp that splits the model's layers."""
+    return [
+        tp
+        for tp in _divisors(model.num_heads)
+        if model.ffn_hidden_size % tp == 0 and _divide(tp, model.num_kv_heads)
+    ]
+
+
+def _multiples_near(number: int, unit: int) -> list[int]:
+    """The multiples of `unit` on either side of `number`."""
+    below = number // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple]
+
+
+def _choice(values: Iterable[object]) -> str:
+    """"1, 2 or 4"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _times(chunks: int) -> str:
+    return f" x parallel.virtual_pipeline_size={chunks}" if chunks > 1 else ""
+
+
+def _more_or_fewer(difference: int) -> str:
+    return f"add {difference}" if difference > 0 else f"take {-difference} away"
