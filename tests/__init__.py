@@ -1,0 +1,1 @@
+"""The tests of megagrid. The folders mirror the package; `equivalence/` compares whole grids."""
