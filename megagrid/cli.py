@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -26,7 +27,7 @@ BROKEN_PIPE = 141
 
 VERBS = MappingProxyType(
     {
-        "train": ("megagrid.train.command", "train a recipe, on this machine or as one of its ranks"),
+        "train": ("megagrid.train.command", "train a recipe, here or as one of its ranks"),
         "grid": ("megagrid.grid.command", "show where each rank goes, and its groups"),
         "schedule": ("megagrid.pipeline.schedules.command", "draw and check a pipeline schedule"),
         "data": ("megagrid.data.command", "turn text into token files, and look into them"),
@@ -39,7 +40,7 @@ VERBS = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; `argv` without the program's name, or sys.argv's. Returns its exit code."""
+    """Run a verb and return the exit code; `argv` is without the program's name."""
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -57,14 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    verbs = "".join(f"  {verb:<10}{text}\n" for verb, (_, text) in VERBS.items())
     parser = Parser(
         prog="megagrid",
         usage="megagrid VERB …",
         description="The same pretraining run on every TP x PP x DP grid.",
-        epilog="\n".join(
-            ["verbs:", *(f"  {verb:<10}{text}" for verb, (_, text) in VERBS.items())]
-            + ["", "`megagrid VERB --help` says more of each."]
-        ),
+        epilog=f"verbs:\n{verbs}\n`megagrid VERB --help` says more of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megagrid {__version__}")
@@ -85,11 +84,13 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is an error like any other, and options may stand between overrides."""
+    """argparse, but a mistake is an error like any other, and options may follow overrides."""
 
     has_subverbs = False
 
     def error(self, message: str) -> NoReturn:
+        if re.match(r"unrecognized arguments: --\w+\.", message):
+            raise MegagridError(f"{message}; keys of the recipe are written section.key=value")
         raise MegagridError(f"{message}; `{self.prog} --help` shows what there is")
 
     def add_subparsers(self, **kwargs) -> argparse._SubParsersAction:
@@ -97,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_subparsers(**kwargs)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """`RECIPE a.b=1 --flag c.d=2` needs intermixed parsing, which argparse has without subverbs."""
+        """`RECIPE a.b=1 --flag c.d=2` needs intermixed parsing, which subverbs don't allow."""
         if self.has_subverbs:
             return self.parse_args(argv)
         return self.parse_intermixed_args(argv)

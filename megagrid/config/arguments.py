@@ -10,12 +10,13 @@ from megagrid.config.schema import Config
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """RECIPE and its overrides."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/quickstart.toml")
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, such as recipes/gpt2.toml")
     parser.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
-        help="a key of the recipe with another value, e.g. optimizer.lr=1e-4",
+        default=[],
+        help="a key of the recipe with another value, such as optimizer.lr=1e-4",
     )
 
 

@@ -133,7 +133,7 @@ def _parse(section: str, key: str, text: str) -> object:
     """The value of an override: as in a recipe, or ``none``, or a string without its quotes."""
     if not text:
         raise ConfigError(
-            f'command line: {section}.{key}= has no value; write none to clear it, "" for empty text'
+            f'command line: {section}.{key}= has no value; write none to clear it, "" for no text'
         )
     if text == "none":
         return None

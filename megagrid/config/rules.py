@@ -67,6 +67,7 @@ def _with_data_parallel_size(config: Config, world_size: int) -> Config:
 
 
 def kv_heads_divide_heads(config: Config) -> None:
+    """Each key/value head serves the same number of heads."""
     model = config.model
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(
@@ -86,6 +87,7 @@ def rope_needs_even_head_dim(config: Config) -> None:
 
 
 def dropout_is_for_gpt(config: Config) -> None:
+    """A rate that nothing reads would look like regularisation."""
     model = config.model
     for key in ("dropout", "attention_dropout"):
         if model.family != "gpt" and (rate := getattr(model, key)):
@@ -95,7 +97,7 @@ def dropout_is_for_gpt(config: Config) -> None:
             )
 
 
-# --- Tensor and sequence parallelism ---------------------------------------------------------------
+# --- Tensor and sequence parallelism -------------------------------------------------------------
 
 
 def tensor_parallel_splits_the_layer(config: Config) -> None:
@@ -119,6 +121,7 @@ def tensor_parallel_splits_the_layer(config: Config) -> None:
 
 
 def sequence_parallel_splits_the_sequence(config: Config) -> None:
+    """Each tp rank holds the same number of positions: the shards are exchanged whole."""
     seq, tp = config.train.seq_length, config.parallel.tensor_parallel_size
     if config.parallel.sequence_parallel and seq % tp:
         raise ConfigError(
@@ -129,6 +132,7 @@ def sequence_parallel_splits_the_sequence(config: Config) -> None:
 
 
 def context_parallel_is_to_come(config: Config) -> None:
+    """Attention doesn't exchange keys and values along cp yet."""
     if (cp := config.parallel.context_parallel_size) > 1:
         raise ConfigError(
             f"parallel.context_parallel_size={cp} isn't supported yet; choose 1, and for long "
@@ -137,6 +141,7 @@ def context_parallel_is_to_come(config: Config) -> None:
 
 
 def positions_reach_the_sequence(config: Config) -> None:
+    """Learned positions end there; RoPE was meant for no more."""
     seq, longest = config.train.seq_length, config.model.max_seq_length
     if seq > longest:
         raise ConfigError(
@@ -149,6 +154,7 @@ def positions_reach_the_sequence(config: Config) -> None:
 
 
 def schedule_is_trainable(config: Config) -> None:
+    """A schedule that can be generated isn't yet one that the executor is tested with."""
     schedule = config.parallel.pipeline_schedule
     if schedule not in TRAINABLE_SCHEDULES:
         raise ConfigError(
@@ -184,6 +190,7 @@ def every_stage_has_layers(config: Config) -> None:
 
 
 def layers_per_stage_adds_up(config: Config) -> None:
+    """One entry a stage, zeros included, and no layer lost or invented."""
     parallel, layers = config.parallel, config.model.num_layers
     stated = parallel.layers_per_stage
     if stated is None:
@@ -202,7 +209,7 @@ def layers_per_stage_adds_up(config: Config) -> None:
         )
 
 
-# --- Batch and length of the run -------------------------------------------------------------------
+# --- Batch and length of the run -----------------------------------------------------------------
 
 
 def batch_is_whole_microbatches(config: Config) -> None:
@@ -219,6 +226,7 @@ def batch_is_whole_microbatches(config: Config) -> None:
 
 
 def run_has_one_length(config: Config) -> None:
+    """Stated in steps or in tokens: with both, one of them would be ignored."""
     steps, tokens = config.train.steps, config.train.tokens
     if steps is None and tokens is None:
         raise ConfigError("neither train.steps nor train.tokens is stated; state one of them")
@@ -230,6 +238,7 @@ def run_has_one_length(config: Config) -> None:
 
 
 def final_decay_fits_the_run(config: Config) -> None:
+    """wsd ends with its decay; one that is longer than the run would start before it."""
     schedule, steps = config.lr_schedule, config.train.total_steps
     if schedule.kind == "wsd" and (schedule.decay_steps or 0) > steps:
         raise ConfigError(
@@ -239,6 +248,7 @@ def final_decay_fits_the_run(config: Config) -> None:
 
 
 def device_computes_the_precision(config: Config) -> None:
+    """A device type, without an index, that has the arithmetic asked for."""
     train = config.train
     if not re.fullmatch(r"[a-z]+", train.device):
         raise ConfigError(
@@ -256,6 +266,7 @@ def device_computes_the_precision(config: Config) -> None:
 
 
 def weights_blend_the_paths(config: Config) -> None:
+    """One share for each path, and not all of them zero."""
     paths, weights = config.data.paths, config.data.weights
     if weights is None:
         return
@@ -272,16 +283,27 @@ def weights_blend_the_paths(config: Config) -> None:
 
 
 def paths_are_distinct(config: Config) -> None:
+    """The same documents twice would be drawn twice as often, unseen."""
     for index, path in enumerate(config.data.paths):
         if not path:
-            raise ConfigError(f'data.paths[{index}]="" names no file; write a prefix or "synthetic"')
+            raise ConfigError(f'data.paths[{index}]="" is empty; write a prefix or "synthetic"')
         if path in config.data.paths[:index]:
             raise ConfigError(
-                f'data.paths names "{path}" twice; keep one, and draw more from it with data.weights'
+                f'data.paths names "{path}" twice; keep one, and give it more of data.weights'
             )
 
 
+def synthetic_stands_alone(config: Config) -> None:
+    """Made-up tokens have no size to blend by, and no tokenizer to agree with."""
+    paths = config.data.paths
+    if len(paths) > 1 and "synthetic" in paths:
+        raise ConfigError(
+            f'data.paths={toml_value(paths)} blends "synthetic" with token files; keep one kind'
+        )
+
+
 def evaluation_has_documents(config: Config) -> None:
+    """An evaluation that is asked for needs documents that training leaves out."""
     interval, fraction = config.evaluation.interval, config.data.valid_fraction
     if interval and not fraction:
         raise ConfigError(
@@ -291,6 +313,7 @@ def evaluation_has_documents(config: Config) -> None:
 
 
 def run_has_a_folder(config: Config) -> None:
+    """Everything that the run writes lies below one folder."""
     if not config.logging.run_dir.strip():
         raise ConfigError('logging.run_dir="" names no folder; write one, e.g. "runs/first"')
 
@@ -313,6 +336,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     device_computes_the_precision,
     weights_blend_the_paths,
     paths_are_distinct,
+    synthetic_stands_alone,
     evaluation_has_documents,
     run_has_a_folder,
 )
@@ -346,7 +370,7 @@ def _multiples_near(number: int, unit: int) -> list[int]:
 
 
 def _choice(values: Iterable[object]) -> str:
-    """"1, 2 or 4"."""
+    """For example: 1, 2 or 4."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 

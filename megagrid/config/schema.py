@@ -112,6 +112,7 @@ class TrainConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step reads, over the whole grid."""
         return self.global_batch_size * self.seq_length
 
     @property
@@ -183,7 +184,7 @@ class CheckpointConfig(Section):
     keep_last: NonNegativeInt = 0
     """Newest checkpoints that are kept; 0: all."""
     resume: str | None = None
-    """A checkpoint's folder, a run's folder, or "latest" (of run_dir; a fresh start if it has none)."""
+    """A checkpoint's folder, a run's folder, or "latest": of run_dir, or a fresh start without one."""
 
 
 class LoggingConfig(Section):
@@ -193,7 +194,7 @@ class LoggingConfig(Section):
     interval: PositiveInt = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
     peak_tflops: PositiveFloat | None = None
-    """Peak of one device in TFLOP/s, for MFU and HFU; None: from the device's name if it is known."""
+    """Peak of one device in TFLOP/s, for MFU and HFU; None: by the device's name, if known."""
     wandb: Literal["online", "offline", "off"] = "off"
     wandb_project: str = "megagrid"
     wandb_name: str | None = None

@@ -62,13 +62,14 @@ def remedy(section: str, key: str) -> str:
     `section` is empty for a key that stands outside every section.
     """
     if section and section not in KEYS:
-        return _for_section(section)
+        return _for_section(section, key)
     normal = key.lower().replace("-", "_")
     if normal in KEYS.get(section, ()):
         return f"did you mean {section}.{normal}?"
     homes = [name for name, keys in KEYS.items() if normal in keys]
     if homes:
-        return f"it is {' or '.join(f'{home}.{normal}' for home in homes)}, not {_join(section, key)}"
+        written = f"{section}.{key}" if section else key
+        return f"it is {' or '.join(f'{home}.{normal}' for home in homes)}, not {written}"
     if normal in ELSEWHERE:
         return f"did you mean {ELSEWHERE[normal]}?"
     if near := closest(normal, KEYS.get(section, ())):
@@ -81,10 +82,8 @@ def remedy(section: str, key: str) -> str:
     return f"[{section}] has {', '.join(KEYS[section])}"
 
 
-def _for_section(section: str) -> str:
+def _for_section(section: str, key: str) -> str:
     near = closest(section, KEYS)
-    return f"did you mean [{near}]?" if near else f"the sections are {', '.join(KEYS)}"
-
-
-def _join(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
+    if near is None:
+        return f"the sections are {', '.join(KEYS)}"
+    return f"did you mean {near}.{key}?" if key in KEYS[near] else f"did you mean [{near}]?"

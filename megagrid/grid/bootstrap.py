@@ -64,6 +64,20 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
     )
 
 
+def environment_for_ranks(
+    local_world_size: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What ranks started from this process inherit: its environment, and a share of the cores.
+
+    torch would give every rank a thread per core, and ranks that wait for each other while their
+    threads fight for cores are many times slower. A stated OMP_NUM_THREADS wins.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return {"OMP_NUM_THREADS": str(max(1, cores // local_world_size)), **environ}
+
+
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None and default is not None:

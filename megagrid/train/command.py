@@ -1,0 +1,96 @@
+"""Train a recipe.
+
+Started by hand, the recipe is checked here, and a grid of more than one rank is started on this
+machine. Started by torchrun, this is one of its ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megagrid.config.arguments import add_recipe_arguments, load_recipe
+from megagrid.config.dump import dump
+from megagrid.config.rules import check, placement
+from megagrid.config.schema import Config
+from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
+from megagrid.grid import bootstrap
+from megagrid.train.launch import USER_MISTAKE, start_ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `megagrid train` takes."""
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--show-config", action="store_true", help="print every key of the run, and stop"
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start here; without it tp x pp x cp x dp, with dp 1 unless stated",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or start the ranks that do."""
+    if bootstrap.is_rank() and not arguments.show_config:
+        return _run_rank(arguments)
+    if arguments.nproc is not None and arguments.nproc < 1:
+        raise GridError(f"--nproc {arguments.nproc} starts no ranks; choose at least 1")
+    config = load_recipe(arguments)
+    world_size = placement(config, arguments.nproc).world_size
+    check(config, world_size)
+    if arguments.show_config:
+        print(dump(config), end="")
+        return 0
+    _check_inputs(config)
+    if world_size > 1:
+        start_ranks(world_size, ["train", arguments.recipe, *arguments.overrides])
+    return _train(config)
+
+
+def _run_rank(arguments: argparse.Namespace) -> int:
+    """One rank of a run. Rank 0 speaks for all: a mistake in a recipe is the same on each.
+
+    A mistake that only another rank meets reaches the user through the launcher's report.
+    """
+    try:
+        environment = bootstrap.read()
+        config = load_recipe(arguments)
+        check(config, environment.world_size)
+        return _train(config)
+    except MegagridError as error:
+        # Ranks have torch loaded in any case, unless the mistake came before it was needed.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        if bootstrap.read().rank == 0:
+            raise
+        return USER_MISTAKE
+
+
+def _train(config: Config) -> int:
+    from megagrid.train.run import train  # imports torch, which the checks before it don't need
+
+    return train(config)
+
+
+def _check_inputs(config: Config) -> None:
+    """Whether the files that the run starts from are there, before ranks wait for each other.
+
+    Raises:
+        DataError, CheckpointError: naming the key and the path.
+    """
+    for index, path in enumerate(config.data.paths):
+        prefix = Path(path)
+        if path != "synthetic" and not any(prefix.parent.glob(f"{prefix.name}.*")):
+            raise DataError(
+                f'data.paths[{index}]="{path}" has no token files; write them with '
+                "`megagrid data prepare`"
+            )
+    resume = config.checkpoint.resume
+    if resume not in (None, "latest") and not Path(resume).is_dir():
+        raise CheckpointError(
+            f'checkpoint.resume="{resume}" isn\'t a folder; name a checkpoint, a run, or "latest"'
+        )

@@ -1,0 +1,80 @@
+"""Ranks of one machine, started through torchrun's agent.
+
+    megagrid train RECIPE      this process checks the recipe, imports no torch, and becomes …
+      agent                    … `python -m megagrid.train.launch`: starts ranks, waits, reports
+        rank 0, 1, …           `python -m megagrid train RECIPE` with RANK set
+
+On several machines torchrun is started by hand, or by a scheduler, with `-m megagrid train RECIPE`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from megagrid.grid import bootstrap
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+USER_MISTAKE = 2
+CRASHED = 1
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
+    """Become the agent of `count` ranks on this machine, each `megagrid *arguments`.
+
+    The process is replaced, so that its exit code and the signals sent to it are the agent's.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "megagrid.train.launch", str(count), *arguments]
+    os.execve(sys.executable, command, bootstrap.environment_for_ranks(count))
+
+
+def main(argv: Sequence[str]) -> int:
+    """The agent: run the ranks to their end and return one exit code for all of them."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    count, *arguments = argv
+    # Failures are reported below, once and in a line; torchrun's own report is a page.
+    logging.disable(logging.ERROR)
+    # --standalone lets the system choose the port, so that two runs on a host never collide.
+    options = run.parse_args(
+        ["--standalone", "--nproc-per-node", count, "-m", "megagrid", *arguments]
+    )
+    try:
+        run.run(options)
+    except ChildFailedError as error:
+        return _report(error)
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _report(error: ChildFailedError) -> int:
+    """Say which rank failed first, unless it said so itself; the exit code to leave with."""
+    failures = error.failures
+    rank, first = error.get_first_failure()
+    if 0 in failures and failures[0].exitcode == USER_MISTAKE:
+        return USER_MISTAKE  # rank 0 has told its mistake, which is everyone's
+    if first.exitcode == USER_MISTAKE:
+        text = first.message["message"] if isinstance(first.message, dict) else first.message
+        print(f"error: rank {rank}: {text.partition(': ')[2] or text}", file=sys.stderr)
+        return USER_MISTAKE
+    if first.exitcode < 0:
+        ended = f"was ended by {signal.Signals(-first.exitcode).name}"
+    else:
+        ended = f"ended with exit code {first.exitcode}; its traceback is above"
+    print(f"error: rank {rank} {ended}", file=sys.stderr)
+    return CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
