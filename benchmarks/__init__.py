@@ -1,0 +1,1 @@
+"""Measurements of megagrid, against others and against itself. megagrid imports none of it."""
