@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megagrid.grid.grid import Axis
 from megagrid.nn.init import Init
@@ -190,7 +189,9 @@ def _first_row(parameter: Tensor) -> int:
     """Where a shard begins in its local parameter. FSDP cuts dim 0 into chunks of ceil(n / dp)."""
     if not isinstance(parameter, DTensor):
         return 0
-    _, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offsets[0]
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard(0):
+            chunk = -(-rows // mesh.size(dim))
+            return min(mesh.get_local_rank(dim) * chunk, rows)
+    return 0

@@ -1,0 +1,1 @@
+"""FSDP over the dp axis, and over no other."""

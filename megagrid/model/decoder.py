@@ -1,0 +1,271 @@
+"""A decoder-only transformer, as the share of it that one rank holds: some layers of one stage,
+their heads and columns of one tp rank.
+
+                token ids                                   labels
+                    |                                          |
+    first stage: embedding -> layers 0 … k | layers k+1 … -> norm -> head -> loss :last stage
+                                           ^
+                                 (s, b, h) sent, or (s / tp, b, h) under SP
+
+GPT and Llama differ in the rows of `Architecture`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megagrid.comm import regions
+from megagrid.config.schema import ModelConfig
+from megagrid.grid.grid import Axis
+from megagrid.nn.attention import Attention
+from megagrid.nn.dropout import DropoutStreams, dropout
+from megagrid.nn.embedding import (
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    padded_vocab_size,
+    vocab_layout,
+)
+from megagrid.nn.init import Init
+from megagrid.nn.linear import empty_parameter
+from megagrid.nn.loss import vocab_parallel_cross_entropy
+from megagrid.nn.mlp import GeluMLP, SwiGLU
+from megagrid.nn.norm import LayerNorm, RMSNorm
+from megagrid.nn.rope import rotation
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What distinguishes one family of decoders from another.
+
+    Attributes:
+        norm, mlp: the classes of its layers.
+        bias: whether linear layers have biases.
+        learned_positions: a vector added per position; otherwise queries and keys are rotated.
+    """
+
+    norm: type[RMSNorm] | type[LayerNorm]
+    mlp: type[SwiGLU] | type[GeluMLP]
+    bias: bool
+    learned_positions: bool
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """The axes that a model's layers are split over.
+
+    Attributes:
+        tp: heads, columns and vocabulary.
+        kv: ranks of tp with the same key/value head.
+        embedding: first and last stage, if a tied table lies on both.
+        sequence_parallel: whether what lies between parallel layers is split along the sequence.
+    """
+
+    tp: Axis
+    kv: Axis
+    embedding: Axis
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """Which part of the model a stage has: the numbers of its layers, and the ends it holds."""
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). Shape: (s, b, h), or (s / tp, b, h) under SP."""
+
+    def __init__(
+        self, place: str, model: ModelConfig, architecture: Architecture, axes: ModelAxes
+    ) -> None:
+        super().__init__()
+        self.place = place
+        self.dropout = model.dropout
+        self.axes = axes
+        # Residual branches add up 2 L times; scaled so, the sum keeps its variance (GPT-2).
+        init = Init(std=model.init_std)
+        out_init = Init(std=model.init_std / math.sqrt(2 * model.num_layers))
+        common = {"sequence_parallel": axes.sequence_parallel}
+        linear = {"bias": architecture.bias, "init": init, "out_init": out_init, **common}
+        norm = {"eps": model.norm_eps, **common}
+        self.attention_norm = architecture.norm(
+            "attention_norm", model.hidden_size, axes.tp, **norm
+        )
+        self.attention = Attention(
+            f"{place}.attention",
+            model.hidden_size,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            axes.tp,
+            axes.kv,
+            dropout=model.attention_dropout,
+            **linear,
+        )
+        self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
+        self.mlp = architecture.mlp(model.hidden_size, model.ffn_hidden_size, axes.tp, **linear)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None
+    ) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), rope, streams), "attention", streams)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), "mlp", streams)
+
+    def _drop(self, x: Tensor, branch: str, streams: DropoutStreams | None) -> Tensor:
+        first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
+        return dropout(x, self.dropout, streams, f"{self.place}.{branch}", first)
+
+
+class DecoderStage(nn.Module):
+    """One stage of a decoder on one tp rank.
+
+    Attributes:
+        embedding, position_embedding: on the first stage (and the table of a tied head).
+        layers: by their number in the whole model, so that names are global.
+        norm, head: on the last stage; no head if it is tied and the embedding is here.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        architecture: Architecture,
+        share: StageShare,
+        axes: ModelAxes,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.share = share
+        self.axes = axes
+        self.rotated = not architecture.learned_positions
+        padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, axes.tp)
+        init = Init(std=model.init_std)
+        both_ends_here = share.is_first and share.is_last
+        split_tie = axes.embedding if model.tied_embeddings and not both_ends_here else None
+        if share.is_first:
+            self.embedding = VocabParallelEmbedding(
+                "embedding",
+                model.vocab_size,
+                padded,
+                model.hidden_size,
+                axes.tp,
+                init=init,
+                sequence_parallel=axes.sequence_parallel,
+                shared_over=split_tie,
+            )
+            if architecture.learned_positions:
+                self.position_embedding = PositionEmbedding(
+                    "position_embedding",
+                    model.max_seq_length,
+                    model.hidden_size,
+                    axes.tp,
+                    init=init,
+                    sequence_parallel=axes.sequence_parallel,
+                )
+        self.layers = nn.ModuleDict(
+            {str(n): Block(f"layers.{n}", model, architecture, axes) for n in share.layers}
+        )
+        if share.is_last:
+            self.norm = architecture.norm(
+                "norm",
+                model.hidden_size,
+                axes.tp,
+                eps=model.norm_eps,
+                sequence_parallel=axes.sequence_parallel,
+            )
+            if not (model.tied_embeddings and both_ends_here):
+                self.head = Head(model, padded, axes, init=init, shared_over=split_tie)
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        streams: DropoutStreams | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: token ids (b, s) on the first stage, else the stage before's output.
+            labels: (b, s) token ids, -100 where none is trained on; the last stage needs them
+                for the loss, without them it returns logits.
+            streams: of dropout; None switches it off.
+
+        Returns:
+            hidden states (s, b, h), or (s / tp, b, h) under SP; on the last stage the loss summed
+            over tokens, in float32 or wider, or this rank's columns of the logits (s, b, V / tp).
+        """
+        if self.share.is_first:
+            x = self._embed(x.t(), streams)
+        rope = self._rope(x) if self.rotated and len(self.layers) else None
+        for layer in self.layers.values():
+            x = layer(x, rope, streams)
+        if not self.share.is_last:
+            return x
+        logits = self._logits(x)
+        if labels is None:
+            return logits
+        # In float32 at least: the sum of 100,000 exponentials has no business in bfloat16.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return vocab_parallel_cross_entropy(
+            logits.flatten(0, 1), labels.t().reshape(-1), self.model.vocab_size, self.axes.tp
+        )
+
+    def hidden_shape(self, batch: int, seq_length: int) -> tuple[int, int, int]:
+        """Shape of what stages pass on for a microbatch of `batch` samples."""
+        share = self.axes.tp.size if self.axes.sequence_parallel else 1
+        return (seq_length // share, batch, self.model.hidden_size)
+
+    def _embed(self, token_ids: Tensor, streams: DropoutStreams | None) -> Tensor:
+        x = self.embedding(token_ids)
+        first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
+        if not self.rotated:
+            positions = torch.arange(first, first + x.shape[0], device=x.device)
+            x = x + self.position_embedding(positions)
+        return dropout(x, self.model.dropout, streams, "embedding", first)
+
+    def _rope(self, x: Tensor) -> Tensor:
+        share = self.axes.tp.size if self.axes.sequence_parallel else 1
+        positions = torch.arange(x.shape[0] * share, device=x.device)
+        return rotation(positions, self.model.head_dim, self.model.rope_theta, x.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""
+        x = regions.enter(
+            self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel
+        )
+        return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)
+
+
+class Head(nn.Module):
+    """Logits from hidden states, the vocabulary's rows split over tp. Shape: (s, b, h) -> (s, b, V / tp).
+
+    `shared_over`: the axis whose other rank holds the same matrix as embedding, if tied.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        padded_size: int,
+        axes: ModelAxes,
+        *,
+        init: Init,
+        shared_over: Axis | None,
+    ) -> None:
+        super().__init__()
+        name = "head.weight" if shared_over is None else "embedding.weight"
+        layout = vocab_layout(
+            name, model.vocab_size, padded_size, model.hidden_size, axes.tp, init
+        )
+        if shared_over is not None:
+            layout = layout.replicated(shared_over, partial=True)
+        self.layouts = {"weight": layout}
+        self.weight = empty_parameter(layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)

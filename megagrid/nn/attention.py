@@ -1,0 +1,120 @@
+"""Causal self-attention with its heads split over the tp axis: MHA, GQA and MQA.
+
+tp may exceed the number of key/value heads. Then neighbours share one:
+
+    8 heads, 2 kv heads, tp 4     rank 0   rank 1   rank 2   rank 3
+                        query      0 1      2 3      4 5      6 7
+                        kv          0        0        1        1
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megagrid.grid.grid import Axis
+from megagrid.nn.dropout import DropoutStreams, attention_dropout
+from megagrid.nn.init import Init
+from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
+from megagrid.nn.rope import rotate
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over a causal mask, between one column- and one row-parallel layer.
+
+    Args:
+        place: global name, the dropout stream's.
+        axis: tp.
+        kv_axis: the ranks of tp that hold the same key/value head; of size 1 if each has its own.
+
+    Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        axis: Axis,
+        kv_axis: Axis,
+        *,
+        bias: bool,
+        dropout: float,
+        init: Init,
+        out_init: Init,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.place = place
+        self.head_dim = head_dim
+        self.heads = num_heads // axis.size
+        self.kv_heads = num_kv_heads * kv_axis.size // axis.size
+        self.first_head = axis.rank * self.heads
+        self.dropout = dropout
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            [
+                Part("wq", num_heads * head_dim),
+                Part("wk", num_kv_heads * head_dim, copies=kv_axis),
+                Part("wv", num_kv_heads * head_dim, copies=kv_axis),
+            ],
+            axis,
+            bias=bias,
+            init=init,
+            sequence_parallel=sequence_parallel,
+        )
+        self.wo = RowParallelLinear(
+            "wo",
+            num_heads * head_dim,
+            hidden_size,
+            axis,
+            bias=bias,
+            init=out_init,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None
+    ) -> Tensor:
+        """
+        Args:
+            x: (s, b, h) or its share of s.
+            rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
+            streams: None switches dropout off.
+        """
+        qkv = self.qkv(x)
+        s, b, _ = qkv.shape
+        heads = qkv.view(s, b, -1, self.head_dim)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        # (s, b, heads, d) -> (b, heads, s, d), by strides alone.
+        q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))
+        if self.dropout and streams is not None:
+            context = self._attend_with_dropout(q, k, v, streams)
+        else:
+            context = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
+        return self.wo(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, streams: DropoutStreams
+    ) -> Tensor:
+        """Attention with the probabilities in sight: the fused kernels draw masks of their own."""
+        group = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        s = q.shape[-2]
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+        probabilities = scores.softmax(dim=-1)
+        place = f"{self.place}.probabilities"
+        return (
+            attention_dropout(probabilities, self.dropout, streams, place, self.first_head) @ v
+        )

@@ -1,0 +1,71 @@
+"""AdamW on the shards that this rank owns, and the norm of the whole model's gradient.
+
+The optimizer works on local tensors, whatever wraps the parameter they belong to: an update is
+elementwise and knows neither tp nor dp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megagrid.config.schema import OptimizerConfig
+from megagrid.nn.layout import ParameterShard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019) with decayed and undecayed parameters apart."""
+
+    def __init__(self, shards: Sequence[ParameterShard], config: OptimizerConfig) -> None:
+        self.shards = shards
+        # Leaves of their own over the shards' storage: what autograd and FSDP do to the parameters
+        # doesn't concern the optimizer, nor its dispatch them.
+        self._leaves = [nn.Parameter(shard.tensor) for shard in shards]
+        groups = [
+            {
+                "params": [
+                    leaf
+                    for leaf, shard in zip(self._leaves, shards, strict=True)
+                    if shard.decay is decay
+                ],
+                "weight_decay": config.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        for leaf in self._leaves:
+            # Made now, as the optimizer would at its first step: memory is known from the start,
+            # and a checkpoint has something to load into.
+            self._adamw.state[leaf] = {
+                "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
+                **{name: torch.zeros_like(leaf) for name in MOMENTS},
+            }
+
+    def moments(self, name: str) -> list[Tensor]:
+        """The states `name` ("exp_avg" or "exp_avg_sq") of all shards, in their order."""
+        return [self._adamw.state[leaf][name] for leaf in self._leaves]
+
+    def set_step(self, step: int) -> None:
+        """Number of updates made so far, which the moments' bias correction depends on."""
+        for leaf in self._leaves:
+            self._adamw.state[leaf]["step"].fill_(step)
+
+    def step(self, lr: float) -> None:
+        """Update the parameters by their gradients at learning rate `lr`, and drop the gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for leaf, shard in zip(self._leaves, self.shards, strict=True):
+            leaf.grad = shard.grad
+        self._adamw.step()
+        for leaf, shard in zip(self._leaves, self.shards, strict=True):
+            leaf.grad = shard.parameter.grad = None

@@ -1,0 +1,41 @@
+"""The global gradient norm, each element of the model counted once, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megagrid.nn.layout import ParameterShard
+
+
+def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -> Tensor:
+    """The sum of squares of the gradient elements that this rank speaks for, float64 scalar.
+
+    Over all ranks these add up to the squared norm of the model's gradient: an element that several
+    ranks hold (a norm's weight along tp, a tied embedding) is some one rank's.
+    """
+    counted = [
+        shard.grad[rows]
+        for shard in shards
+        if shard.grad is not None
+        for piece, rows in shard.boxes
+        if piece.is_counted_here
+    ]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(counted)).double().square().sum()
+
+
+def clip_gradients(shards: Sequence[ParameterShard], norm: Tensor, largest: float) -> None:
+    """Scale all gradients, in place, so that their global norm is at most `largest`; 0: leave them.
+
+    Args:
+        norm: of the whole model, the same on every rank.
+    """
+    if largest == 0.0:
+        return
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    torch._foreach_mul_(grads, factor.to(grads[0].dtype))

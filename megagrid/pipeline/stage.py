@@ -1,0 +1,119 @@
+"""A stage on its rank: a piece of the model, and what of a step is in flight through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megagrid.comm.collectives import all_reduce_coalesced
+from megagrid.data_parallel.sharding import GradientSync
+from megagrid.grid.grid import Axis
+from megagrid.model.decoder import DecoderStage
+from megagrid.nn.dropout import DropoutStreams
+from megagrid.nn.layout import ParameterShard
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward takes, on the rank's device.
+
+    Attributes:
+        tokens: (b, s) int64.
+        labels: (b, s) int64, -100 where nothing is to be learnt.
+        streams: of dropout; None in an evaluation.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    streams: DropoutStreams | None = None
+
+
+@dataclass
+class Stage:
+    """A stage of the pipeline.
+
+    Attributes:
+        module: the piece of the model.
+        shards: what this rank owns of its parameters.
+        sync: when its gradients are reduced over dp.
+    """
+
+    module: DecoderStage
+    shards: Sequence[ParameterShard]
+    sync: GradientSync
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
+    _outputs: dict[int, GradientEdge] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        return self.module.share.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.module.share.is_last
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose backward is still to come."""
+        return len(self._outputs)
+
+    def forward(self, number: int, microbatch: Microbatch, x: Tensor | None) -> Tensor:
+        """Compute microbatch `number`.
+
+        What backward needs is kept: the input, for its gradient, and the place in the graph where
+        the output was made, but not the output, whose memory is free once it has been sent.
+
+        Args:
+            x: what the stage before sent; None on the first stage.
+
+        Returns:
+            hidden states for the next stage, or on the last stage the loss summed over tokens.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        if x is not None and grad_enabled:
+            x.requires_grad_()
+        output = self.module(
+            microbatch.tokens if x is None else x,
+            labels=microbatch.labels if self.is_last else None,
+            streams=microbatch.streams,
+        )
+        if grad_enabled:
+            self._outputs[number] = get_gradient_edge(output)
+            if x is not None:
+                self._inputs[number] = x
+        return output.detach()
+
+    def backward(self, number: int, grad: Tensor, *, is_last: bool) -> Tensor | None:
+        """Compute the gradients of microbatch `number`.
+
+        Args:
+            grad: of the output.
+            is_last: no backward of this stage follows in the step.
+
+        Returns:
+            the gradient of the input; None on the first stage.
+        """
+        self.sync.before_backward(is_last=is_last)
+        torch.autograd.backward([self._outputs.pop(number)], [grad])
+        x = self._inputs.pop(number, None)
+        return None if x is None else x.grad
+
+    def sum_partial_gradients(self, axis: Axis) -> None:
+        """Add up, over `axis`, the gradients of which each of its ranks has a summand.
+
+        They are norms and biases under sequence parallelism, shared key/value heads, and a tied
+        embedding in two stages. Once a step, after the reduction over dp: on shards, not on whole
+        parameters; sums may be taken in either order.
+        """
+        summands = [
+            shard.grad[rows]
+            for shard in self.shards
+            if shard.grad is not None
+            for piece, rows in shard.boxes
+            if axis in piece.partial
+        ]
+        all_reduce_coalesced(summands, axis)
