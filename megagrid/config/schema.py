@@ -184,7 +184,7 @@ class CheckpointConfig(Section):
     keep_last: NonNegativeInt = 0
     """Newest checkpoints that are kept; 0: all."""
     resume: str | None = None
-    """A checkpoint's folder, a run's folder, or "latest": of run_dir, or a fresh start without one."""
+    """A checkpoint's folder, a run's folder, or "latest": of run_dir, afresh if it has none."""
 
 
 class LoggingConfig(Section):
