@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MegagridError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return USER_MISTAKE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -61,7 +61,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     verbs = "".join(f"  {verb:<10}{text}\n" for verb, (_, text) in VERBS.items())
     parser = Parser(
         prog="megagrid",
-        usage="megagrid VERB …",
+        usage="megagrid VERB ...",
         description="The same pretraining run on every TP x PP x DP grid.",
         epilog=f"verbs:\n{verbs}\n`megagrid VERB --help` says more of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -58,7 +58,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 def _read_recipe(path: Path) -> Settings:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8 text"
         raise ConfigError(f"can't read recipe {path}: {reason}") from None
@@ -154,8 +154,16 @@ def _is_text(section: str, key: str) -> bool:
 
 
 def _unknown(origin: str, section: str, key: str) -> ConfigError:
-    name = f"key {section}.{key}" if section and key else f"section [{section}]" if section else key
-    return ConfigError(f"{origin}: unknown {name}; {suggest.remedy(section, key)}")
+    if key:
+        what = f"key {_shown(f'{section}.{key}' if section else key)}"
+    else:
+        what = f"section [{_shown(section)}]"
+    return ConfigError(f"{origin}: unknown {what}; {suggest.remedy(section, key)}")
+
+
+def _shown(name: str) -> str:
+    """A name as it was written; quoted, on one line, if it is no name at all."""
+    return name if name.isprintable() else toml_value(name)
 
 
 # --- Filling in ----------------------------------------------------------------------------------

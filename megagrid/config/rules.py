@@ -19,6 +19,9 @@ TRAINABLE_SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
 
 NO_FP64_DEVICES = ("mps",)
 
+LARGEST_CHOICE = 4096
+"""Divisors above it are of no use to anyone, and would take long to find for a mistyped number."""
+
 
 def check(config: Config, world_size: int | None = None) -> None:
     """Hold `config` against every rule.
@@ -252,8 +255,8 @@ def device_computes_the_precision(config: Config) -> None:
     train = config.train
     if not re.fullmatch(r"[a-z]+", train.device):
         raise ConfigError(
-            f'train.device="{train.device}" must be "auto" or a device type such as "cpu" or '
-            '"cuda"; each rank takes the index of its own'
+            f'train.device={toml_value(train.device)} must be "auto" or a device type, such as '
+            '"cpu" or "cuda"; each rank takes the index of its own'
         )
     if train.precision == "fp64" and train.device in NO_FP64_DEVICES:
         raise ConfigError(
@@ -289,7 +292,8 @@ def paths_are_distinct(config: Config) -> None:
             raise ConfigError(f'data.paths[{index}]="" is empty; write a prefix or "synthetic"')
         if path in config.data.paths[:index]:
             raise ConfigError(
-                f'data.paths names "{path}" twice; keep one, and give it more of data.weights'
+                f"data.paths names {toml_value(path)} twice; keep one, and give it more of "
+                "data.weights"
             )
 
 
@@ -351,7 +355,7 @@ def _divide(a: int, b: int) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return [d for d in range(1, min(number, LARGEST_CHOICE) + 1) if number % d == 0]
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> list[int]:

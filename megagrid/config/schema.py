@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Integers end where torch's and numpy's do.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -107,7 +108,7 @@ class TrainConfig(Section):
     """bf16: bf16 compute with fp32 master weights, fp32 gradient reduction and optimizer."""
     device: str = "auto"
     """"auto": the accelerator if there is one, else cpu; or a device type by name."""
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 600.0
     """A collective that waits longer ends the job."""
 
     @property

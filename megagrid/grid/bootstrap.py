@@ -72,10 +72,14 @@ def environment_for_ranks(
     torch would give every rank a thread per core, and ranks that wait for each other while their
     threads fight for cores are many times slower. A stated OMP_NUM_THREADS wins.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return {"OMP_NUM_THREADS": str(max(1, cores // local_world_size)), **environ}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // local_world_size)), **environ}
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -12,10 +12,14 @@ from rich.table import Table
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
 from megagrid.config.rules import check, placement
+from megagrid.errors import GridError
 from megagrid.grid.placement import AXES, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
 
 INNERMOST_FIRST = tuple(reversed(AXES))
+
+MOST_RANKS = 100_000
+"""A longer map is a typing mistake, and would fill the memory before it fills the screen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rank map; refuse a grid whose tp groups cross nodes, or warn if that is allowed."""
+    if arguments.nodes * arguments.gpus_per_node > MOST_RANKS:
+        raise GridError(
+            f"--nodes {arguments.nodes} x --gpus-per-node {arguments.gpus_per_node} is more than "
+            f"{MOST_RANKS} ranks; state a smaller cluster"
+        )
     cluster = Cluster.uniform(arguments.nodes, arguments.gpus_per_node)
     config = load_recipe(arguments)
     grid = placement(config, cluster.world_size)
@@ -81,12 +90,12 @@ def rank_table(grid: Placement, cluster: Cluster) -> Table:
 
 
 def span(ranks: Sequence[int]) -> str:
-    """Evenly spaced ranks, shortened: "0-3" for neighbours, "0,8,…,56" for many far apart."""
+    """Evenly spaced ranks, shortened: "0-3" for neighbours, "0,8,..,56" for many far apart."""
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
     if stride == 1 and len(ranks) > 2:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 4:
-        return f"{ranks[0]},{ranks[1]},…,{ranks[-1]}"
+        return f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
     return ",".join(map(str, ranks))
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
-from megagrid.config.dump import dump
+from megagrid.config.dump import dump, toml_value
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
@@ -83,14 +83,21 @@ def _check_inputs(config: Config) -> None:
         DataError, CheckpointError: naming the key and the path.
     """
     for index, path in enumerate(config.data.paths):
-        prefix = Path(path)
-        if path != "synthetic" and not any(prefix.parent.glob(f"{prefix.name}.*")):
+        if path != "synthetic" and not _has_files(Path(path)):
             raise DataError(
-                f'data.paths[{index}]="{path}" has no token files; write them with '
+                f"data.paths[{index}]={toml_value(path)} has no token files; write them with "
                 "`megagrid data prepare`"
             )
     resume = config.checkpoint.resume
     if resume not in (None, "latest") and not Path(resume).is_dir():
         raise CheckpointError(
-            f'checkpoint.resume="{resume}" isn\'t a folder; name a checkpoint, a run, or "latest"'
+            f"checkpoint.resume={toml_value(resume)} isn't a folder; name a checkpoint's, "
+            'a run\'s, or "latest"'
         )
+
+
+def _has_files(prefix: Path) -> bool:
+    """Whether any file is called `prefix` with something behind a dot."""
+    if not prefix.parent.is_dir():
+        return False
+    return any(file.name.startswith(f"{prefix.name}.") for file in prefix.parent.iterdir())

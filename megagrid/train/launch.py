@@ -16,10 +16,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from megagrid.errors import GridError
 from megagrid.grid import bootstrap
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+RANKS_PER_CORE = 16
+"""More would only fill the memory: such a grid is meant for a cluster."""
 
 USER_MISTAKE = 2
 CRASHED = 1
@@ -29,7 +33,15 @@ def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
     """Become the agent of `count` ranks on this machine, each `megagrid *arguments`.
 
     The process is replaced, so that its exit code and the signals sent to it are the agent's.
+
+    Raises:
+        GridError: this machine is far too small for so many.
     """
+    if count > RANKS_PER_CORE * bootstrap.cores():
+        raise GridError(
+            f"the grid has {count} ranks, too many for the {bootstrap.cores()} cores of this "
+            "machine; make the parallel.* sizes smaller, or start torchrun on several machines"
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "megagrid.train.launch", str(count), *arguments]
