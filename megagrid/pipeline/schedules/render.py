@@ -1,0 +1,148 @@
+"""Draws a timeline (for the terminal, as SVG) and the steps of a broken program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from html import escape
+from math import gcd, lcm
+
+from megagrid.pipeline.schedules.action import Action, Kind, Step
+from megagrid.pipeline.schedules.timing import Span, Time, Timeline
+
+_MAX_COLUMNS = 400  # of the text grid; a measured timeline has no common unit
+_STEPS_AROUND = 5  # the marked one, in the drawing of a broken program
+
+_COLOURS = {Kind.F: "#7fa8d9", Kind.B: "#74b98a", Kind.I: "#8fcfb4", Kind.W: "#e8b565"}
+_MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+}
+
+
+def render_text(timeline: Timeline) -> str:
+    """A grid of ranks × time, one column for each unit of time.
+
+        rank 0  F0 F1 .  .  B0--- B1---
+        rank 1  .  F0 B0--- F1 B1---
+
+    A unit is what all begins and ends have in common, where they are exact, else the shortest
+    action; `.` is idle, `-` goes on.
+    """
+    token = _tokens(timeline)
+    unit = _unit(timeline)
+    width = max(len(token(span.action)) for row in timeline for span in row) + 1
+    last = max(_column(row[-1].end, unit) for row in timeline if row)
+    lines = []
+    for rank, row in enumerate(timeline):
+        cells, column = [], 0
+        for span in row:
+            start = max(_column(span.start, unit), column)
+            end = max(_column(span.end, unit), start + 1)
+            cells += [".".ljust(width)] * (start - column)
+            long = end - start > 1
+            cells.append(token(span.action).ljust(width * (end - start) - 1, "- "[not long]) + " ")
+            column = end
+        cells += [".".ljust(width)] * (last - column)
+        lines.append(f"rank {rank:<{len(str(len(timeline) - 1))}}  {''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def render_svg(timeline: Timeline, title: str = "") -> str:
+    """The same as a picture: an SVG document, colours by kind, a legend below."""
+    row_height, left, top, wide = 26, 64, 34, 1200
+    makespan = max(row[-1].end for row in timeline if row)
+    scale = wide / makespan
+    token = _tokens(timeline)
+    body = [f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>'] if title else []
+    for rank, row in enumerate(timeline):
+        y = top + rank * row_height
+        body.append(f'<text x="8" y="{y + 16}" font-size="12">rank {rank}</text>')
+        body.append(
+            f'<rect x="{left}" y="{y}" width="{wide}" height="{row_height - 4}" fill="#f2f2f2"/>'
+        )
+        body += [_svg_span(span, token(span.action), left, y, row_height - 4, scale) for span in row]
+    y = top + len(timeline) * row_height + 8
+    for index, kind in enumerate(_kinds(timeline)):
+        x = left + index * 140
+        body.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLOURS[kind]}"/>')
+        label = f"{kind} {_MEANINGS[kind]}"
+        body.append(f'<text x="{x + 20}" y="{y + 12}" font-size="12">{label}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 16}" height="{y + 28}" '
+        f'font-family="sans-serif">\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _svg_span(span: Span, label: str, left: int, y: int, height: int, scale: float) -> str:
+    x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
+    box = (
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '
+        f'fill="{_COLOURS[span.action.kind]}" stroke="#fff"><title>{span.action}: '
+        f"{float(span.start):g} … {float(span.end):g}</title></rect>"
+    )
+    if width < 7 * len(label):
+        return box
+    text = f'<text x="{x + width / 2:.2f}" y="{y + 15}" font-size="10" text-anchor="middle">'
+    return f"{box}{text}{label}</text>"
+
+
+def render_steps(
+    steps: Sequence[Sequence[Step]], mark: tuple[int, int | None]
+) -> str:
+    """Ranks × steps around a marked one, `▶2B0◀`.
+
+    Args:
+        steps: per rank.
+        mark: rank and index of the step; None marks the end of the rank, where something is
+            missing.
+    """
+    marked_rank, marked = mark
+    marked = len(steps[marked_rank]) if marked is None else marked
+    first = max(marked - _STEPS_AROUND, 0)
+    columns = range(first, marked + _STEPS_AROUND + 1)
+
+    def cell(rank: int, index: int) -> str:
+        text = str(steps[rank][index]) if index < len(steps[rank]) else ""
+        return f"▶{text or '?'}◀" if (rank, index) == (marked_rank, marked) else text
+
+    grid = [[cell(rank, index) for index in columns] for rank in range(len(steps))]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = []
+    for rank, row in enumerate(grid):
+        before = "… " if first else ""
+        cells = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        after = " …" if len(steps[rank]) > columns.stop else ""
+        lines.append(f"  rank {rank}: {before}{cells.rstrip()}{after}")
+    return "\n".join(lines)
+
+
+def _tokens(timeline: Timeline):
+    """How to write an action: without its stage where each rank has only one."""
+    stages = [{span.action.stage for span in row} for row in timeline]
+    if max(map(len, stages)) > 1:
+        return str
+    return lambda action: f"{action.kind}{action.microbatch}"
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    present = {span.action.kind for row in timeline for span in row}
+    return [kind for kind in _COLOURS if kind in present]
+
+
+def _unit(timeline: Timeline) -> Time:
+    times = [time for row in timeline for span in row for time in (span.start, span.end)]
+    coarsest = Fraction(max(times)) / _MAX_COLUMNS
+    if all(isinstance(time, int | Fraction) for time in times):
+        fractions = [Fraction(time) for time in times]
+        denominator = lcm(*(time.denominator for time in fractions))
+        unit = Fraction(gcd(*(int(time * denominator) for time in fractions)), denominator)
+    else:
+        unit = min(span.end - span.start for row in timeline for span in row)
+    return max(unit, coarsest)
+
+
+def _column(time: Time, unit: Time) -> int:
+    return round(time / unit)

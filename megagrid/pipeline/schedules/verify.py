@@ -1,0 +1,350 @@
+"""Proves that a program computes a training step, ends, and holds no more than it promised.
+
+Rules are the rows of `RULES`, tried in order; each yields the first place where it is broken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megagrid.pipeline.schedules.action import (
+    COMPUTE,
+    RECEIVES,
+    REDUCTIONS,
+    SENDS,
+    Action,
+    Kind,
+    ScheduleError,
+)
+from megagrid.pipeline.schedules.render import render_steps
+from megagrid.pipeline.schedules.rendezvous import Rendezvous, needed_message
+from megagrid.pipeline.schedules.schedule import Pipeline, Program, Schedule, compute_steps
+from megagrid.pipeline.schedules.timing import Costs, inputs_of
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What is known of a program that broke no rule.
+
+    An activation is that of one stage for one microbatch, whatever the stage's size.
+
+    Attributes:
+        in_flight: per rank, the most activations held at once, each from the start of its F to
+            the end of its B or W.
+        in_flight_for_input: the same up to the end of B or I, when a split backward is done with
+            all but what the weight gradient needs.
+        messages: SENDs of a step, over all ranks.
+        batches: batches of messages that a rank posts in a step, per rank.
+    """
+
+    in_flight: tuple[int, ...]
+    in_flight_for_input: tuple[int, ...]
+    messages: int
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Where a rule is broken: a rank's step (None: something is missing there), and how."""
+
+    rank: int
+    step: int | None
+    finding: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    check: Callable[[Program], Iterator[Violation]]
+
+
+def verify(program: Program) -> VerifyReport:
+    """Checks every rule.
+
+    Raises:
+        ScheduleError: the first line names the first broken rule, where and how; below it the
+            steps of the ranks are drawn, with the place marked. Its `rule` is the rule's name.
+    """
+    _check(program, RULES)
+    orders = [program.compute_order(rank) for rank in range(program.num_ranks)]
+    return VerifyReport(
+        in_flight=tuple(_peak(order, {Kind.B, Kind.W}, program) for order in orders),
+        in_flight_for_input=tuple(_peak(order, {Kind.B, Kind.I}, program) for order in orders),
+        messages=sum(action.kind in SENDS for *_, action in _actions(program)),
+        batches=tuple(sum(step.is_batch for step in steps) for steps in program.steps),
+    )
+
+
+def check_orders(schedule: Schedule) -> None:
+    """Checks what can be said of a schedule before it has communication.
+
+    Raises:
+        ScheduleError: as `verify`.
+    """
+    steps = tuple(compute_steps(order) for order in schedule.orders)
+    shared = {key: value for key, value in vars(schedule).items() if key != "orders"}
+    _check(Program(**shared, steps=steps), ORDER_RULES)
+
+
+def _check(program: Program, rules: tuple[Rule, ...]) -> None:
+    for rule in rules:
+        violation = next(rule.check(program), None)
+        if violation is not None:
+            grid = render_steps(program.steps, mark=(violation.rank, violation.step))
+            raise ScheduleError(
+                f"{program.name} breaks the rule of {rule.name}: {violation.finding}\n{grid}",
+                rule=rule.name,
+            )
+
+
+def _actions(program: Program) -> Iterator[tuple[int, int, Action]]:
+    """(rank, index of the step, action) of everything in a program."""
+    for rank, steps in enumerate(program.steps):
+        for index, step in enumerate(steps):
+            for action in step.actions:
+                yield rank, index, action
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def _placement(program: Program) -> Iterator[Violation]:
+    """Every action names a stage of its own rank and a microbatch of the step."""
+    for rank, index, action in _actions(program):
+        if not 0 <= action.stage < program.num_stages:
+            finding = f"{action}: stages are 0 … {program.num_stages - 1}"
+        elif program.rank_of_stage(action.stage) != rank:
+            owner = program.rank_of_stage(action.stage)
+            finding = f"{action} is on rank {rank}, its stage on rank {owner}"
+        elif action.microbatch is not None and action.microbatch >= program.num_microbatches:
+            finding = f"{action}: microbatches are 0 … {program.num_microbatches - 1}"
+        else:
+            continue
+        yield Violation(rank, index, finding)
+
+
+def _completeness(program: Program) -> Iterator[Violation]:
+    """F once, and B once or I and W once, for each stage and microbatch; no backward in evaluation.
+    """
+    seen: Counter[Action] = Counter()
+    for rank, index, action in _actions(program):
+        if action.kind not in COMPUTE:
+            continue
+        seen[action] += 1
+        if seen[action] > 1:
+            yield Violation(rank, index, f"{action} comes twice")
+        if program.forward_only and action.kind is not Kind.F:
+            yield Violation(rank, index, f"{action} in a schedule of forwards only")
+        both_ways = (Kind.I, Kind.W) if action.kind is Kind.B else (Kind.B,)
+        for kind in both_ways if action.kind is not Kind.F else ():
+            other = Action(action.stage, kind, action.microbatch)
+            if other in seen:
+                yield Violation(rank, index, f"{action} after {other}: B is I and W in one")
+    for stage in range(program.num_stages):
+        for microbatch in range(program.num_microbatches):
+            for kind in _missing(program, seen, stage, microbatch):
+                action = Action(stage, kind, microbatch)
+                yield Violation(program.rank_of_stage(stage), None, f"{action} is missing")
+
+
+def _missing(
+    program: Program, seen: Counter[Action], stage: int, microbatch: int
+) -> Iterator[Kind]:
+    def has(kind: Kind) -> bool:
+        return Action(stage, kind, microbatch) in seen
+
+    if not has(Kind.F):
+        yield Kind.F
+    if program.forward_only or has(Kind.B):
+        return
+    if not has(Kind.I) and not has(Kind.W):
+        yield Kind.B
+    elif not has(Kind.I):
+        yield Kind.I
+    elif not has(Kind.W):
+        yield Kind.W
+
+
+def _order_on_rank(program: Program) -> Iterator[Violation]:
+    """What an action reads is made earlier, where one rank makes both."""
+    done: set[Action] = set()
+    for rank, index, action in _actions(program):
+        if action.kind in COMPUTE:
+            for makers in inputs_of(program, action):
+                if program.rank_of_stage(makers[0].stage) != rank:
+                    continue
+                if done.isdisjoint(makers):
+                    yield Violation(rank, index, f"{action} comes before {_later(program, makers)}")
+            done.add(action)
+
+
+def _later(program: Program, makers: tuple[Action, ...]) -> Action:
+    """Which of `makers` the program has."""
+    present = {action for *_, action in _actions(program)}
+    return next((maker for maker in makers if maker in present), makers[0])
+
+
+def _messages_on_rank(program: Program) -> Iterator[Violation]:
+    """A RECV is posted before its tensor is consumed, a SEND after its tensor is made."""
+    made_by = {Kind.SEND_F: (Kind.F,), Kind.SEND_B: (Kind.I, Kind.B)}
+    done: set[Action] = set()
+    for rank, index, action in _actions(program):
+        needed = needed_message(program, action) if action.kind in COMPUTE else None
+        if needed is not None and needed not in done:
+            yield Violation(rank, index, f"{action} comes before {needed}")
+        makers = [
+            Action(action.stage, kind, action.microbatch) for kind in made_by.get(action.kind, ())
+        ]
+        if makers and done.isdisjoint(makers):
+            yield Violation(rank, index, f"{action} comes before {_later(program, tuple(makers))}")
+        done.add(action)
+
+
+def _matching(program: Program) -> Iterator[Violation]:
+    """Each SEND meets exactly one RECV, in one order between any two ranks, and none is for nobody.
+    """
+    wires: dict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+    for rank, index, action in _actions(program):
+        if action.kind not in SENDS | RECEIVES:
+            continue
+        if not 0 <= action.other_end.stage < program.num_stages:
+            yield Violation(rank, index, f"{action} has no stage at its other end")
+        elif program.peer(action) == rank:
+            yield Violation(rank, index, f"{action} would be a message of rank {rank} to itself")
+        elif action.kind in SENDS:
+            wires[rank, program.peer(action)][0].append((index, action))
+        else:
+            wires[program.peer(action), rank][1].append((index, action))
+    for (sender, receiver), (sends, recvs) in wires.items():
+        yield from _mismatches(sender, receiver, sends, recvs)
+
+
+def _mismatches(sender: int, receiver: int, sends: list, recvs: list) -> Iterator[Violation]:
+    expected = {send.other_end for _, send in sends}
+    posted = {recv for _, recv in recvs}
+    for index, send in sends:
+        if send.other_end not in posted:
+            yield Violation(sender, index, f"{send} meets no {send.other_end} on rank {receiver}")
+    for index, recv in recvs:
+        if recv not in expected:
+            yield Violation(receiver, index, f"{recv} meets no {recv.other_end} on rank {sender}")
+    for (_, send), (index, recv) in zip(sends, recvs, strict=False):
+        if send.other_end != recv:
+            finding = f"rank {sender} sends {send} where rank {receiver} expects {recv}"
+            yield Violation(receiver, index, finding)
+    if len(sends) != len(recvs):
+        rank, (index, extra) = (
+            (sender, sends[-1]) if len(sends) > len(recvs) else (receiver, recvs[-1])
+        )
+        yield Violation(rank, index, f"{extra} comes twice")
+
+
+def _reductions(program: Program) -> Iterator[Violation]:
+    """A stage's gradient is summed once, after its last B or W; a tied one also over both ends."""
+    due = {} if program.forward_only else dict.fromkeys(range(program.num_stages), Kind.REDUCE_GRAD)
+    wanted = {Action(stage, kind) for stage, kind in due.items()}
+    wanted |= {Action(stage, Kind.REDUCE_TIED) for stage in program.tied_ends()}
+    remaining = Counter(
+        action.stage for *_, action in _actions(program) if action.kind in (Kind.B, Kind.W)
+    )
+    seen: set[Action] = set()
+    for rank, index, action in _actions(program):
+        if action.kind in (Kind.B, Kind.W):
+            remaining[action.stage] -= 1
+        if action.kind not in REDUCTIONS:
+            continue
+        if action in seen or action not in wanted:
+            reason = "comes twice" if action in seen else "isn't due"
+            yield Violation(rank, index, f"{action} {reason}")
+        if action.kind is Kind.REDUCE_GRAD and remaining[action.stage]:
+            finding = f"{action} comes before {program.last_gradient(action.stage)}"
+            yield Violation(rank, index, finding)
+        for stage in (0, program.num_stages - 1) if action.kind is Kind.REDUCE_TIED else ():
+            first = Action(stage, Kind.REDUCE_GRAD)
+            if program.rank_of_stage(stage) == rank and first not in seen:
+                yield Violation(rank, index, f"{action} comes before {first}")
+        seen.add(action)
+    for action in sorted(wanted - seen, key=str):
+        yield Violation(program.rank_of_stage(action.stage), None, f"{action} is missing")
+
+
+def _deadlock(program: Program) -> Iterator[Violation]:
+    """Run as `rendezvous` describes, every rank reaches its end."""
+    stuck = Rendezvous(program, Costs.of(program.num_stages)).outcome().stuck
+    if stuck:
+        circle = _circle(program, stuck)
+        waits = ", ".join(
+            f"rank {rank} in {program.steps[rank][stuck[rank]]} waits for rank {other}"
+            for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
+        )
+        yield Violation(circle[0], stuck[circle[0]], waits)
+
+
+def _circle(program: Program, stuck: dict[int, int]) -> list[int]:
+    """Ranks that wait for each other: each for the next, the last for the first."""
+    path = [min(stuck)]
+    while True:
+        step = program.steps[path[-1]][stuck[path[-1]]]
+        others = [_other_rank(program, action) for action in step.actions]
+        # The other end may be at the head too, and wait for a third; go where it isn't.
+        waited = next(
+            rank
+            for rank, action in zip(others, step.actions, strict=True)
+            if rank in stuck and not _at_head(program, stuck, rank, action)
+        )
+        if waited in path:
+            return path[path.index(waited) :]
+        path.append(waited)
+
+
+def _other_rank(program: Program, action: Action) -> int:
+    if action.kind is Kind.REDUCE_TIED:
+        return program.rank_of_stage(program.num_stages - 1 - action.stage)
+    return program.peer(action)
+
+
+def _at_head(program: Program, stuck: dict[int, int], rank: int, action: Action) -> bool:
+    if action.kind is Kind.REDUCE_TIED:
+        return False
+    return action.other_end in program.steps[rank][stuck[rank]].actions
+
+
+def _in_flight_bound(program: Program) -> Iterator[Violation]:
+    """No rank holds more activations than the schedule declares."""
+    for rank, steps in enumerate(program.steps):
+        held = 0
+        for index, step in enumerate(steps):
+            kind = step.actions[0].kind
+            held += kind is Kind.F
+            if held > program.max_in_flight[rank]:
+                declared = program.max_in_flight[rank]
+                finding = f"{step} makes rank {rank} hold {held} activations, {declared} declared"
+                yield Violation(rank, index, finding)
+            held -= kind in (Kind.B, Kind.W) or (program.forward_only and kind is Kind.F)
+
+
+def _peak(order: tuple[Action, ...], freed_by: set[Kind], pipeline: Pipeline) -> int:
+    held = peak = 0
+    for action in order:
+        held += action.kind is Kind.F
+        peak = max(peak, held)
+        held -= action.kind in freed_by or (pipeline.forward_only and action.kind is Kind.F)
+    return peak
+
+
+ORDER_RULES = (
+    Rule("placement", _placement),
+    Rule("completeness", _completeness),
+    Rule("data dependencies", _order_on_rank),
+)
+
+RULES = (
+    *ORDER_RULES,
+    Rule("data dependencies", _messages_on_rank),
+    Rule("matching messages", _matching),
+    Rule("no deadlock", _deadlock),
+    Rule("reductions", _reductions),
+    Rule("in-flight bound", _in_flight_bound),
+)
