@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megagrid.checkpoint import manifest as manifests
+from megagrid.checkpoint.folders import is_step_name, newest_first
+from megagrid.checkpoint.manifest import Manifest, find_damage, read_manifest
+from megagrid.checkpoint.together import ALONE, gather, on_first_rank
+from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Axis
+
+LATEST = "latest"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def find_checkpoint(resume: str, checkpoints: Path, world: Axis | None = None) -> Found | None:
+def find_checkpoint(resume: str, checkpoints: Path, world: Axis = ALONE) -> Found | None:
     """The newest sound checkpoint that `resume` means; None only for "latest" without any.
 
     All ranks of `world` call it together: each verifies a share of the files.
@@ -32,6 +40,55 @@ def find_checkpoint(resume: str, checkpoints: Path, world: Axis | None = None) -
 
     Raises:
         CheckpointError: `resume` is a path without a sound checkpoint, or "latest" finds some but
-            none is sound.
+            none is sound. To train from scratch instead would throw work away unasked.
     """
-    raise NotImplementedError
+    candidates = on_first_rank(lambda: _candidates(resume, checkpoints), world)
+    skipped: list[str] = []
+    for path in candidates:
+        try:
+            manifest = on_first_rank(lambda path=path: read_manifest(path), world)
+            problems = verify(path, manifest, world)
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        if not problems:
+            return Found(path, tuple(skipped))
+        skipped.append(f"{path} is damaged: {'; '.join(problems)}")
+    if skipped:
+        raise CheckpointError(
+            f'checkpoint.resume="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name '
+            "another, or leave the key out to train from scratch"
+        )
+    return None
+
+
+def verify(
+    checkpoint: Path, manifest: Manifest, world: Axis = ALONE, *, deep: bool = True
+) -> list[str]:
+    """One line for each damaged file, the same on all ranks of `world`, which share the reading.
+
+    Args:
+        deep: compare checksums, otherwise sizes alone.
+    """
+    # Dealt out by size, so that the few large files don't all fall to one rank.
+    by_size = sorted(manifest.files.items(), key=lambda file: (-file[1].size, file[0]))
+    mine = by_size[world.rank :: world.size]
+    shares = gather(find_damage(checkpoint, mine, deep=deep), world)
+    return sorted(problem for share in shares for problem in share)
+
+
+def _candidates(resume: str, checkpoints: Path) -> list[Path]:
+    """Folders that `resume` may mean, best first."""
+    if resume == LATEST:
+        return [folder.path for folder in newest_first(checkpoints)]
+    path = Path(resume)
+    for holder in (path / CHECKPOINTS, path):
+        if folders := newest_first(holder):
+            return [folder.path for folder in folders]
+    if path.is_dir() and (is_step_name(path.name) or (path / manifests.FILE_NAME).exists()):
+        return [path]
+    reason = "holds no checkpoint" if path.is_dir() else "doesn't exist"
+    raise CheckpointError(
+        f'checkpoint.resume="{resume}" {reason}; name the folder of a checkpoint or of a run, or '
+        f'"{LATEST}"'
+    )

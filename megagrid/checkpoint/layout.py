@@ -153,7 +153,8 @@ def _rows_here(parameter: torch.Tensor) -> tuple[int, int, bool]:
                 speaks = speaks and index == 0
             case Shard(dim=0):
                 chunk = -(-(stop - start) // size)
-                start, stop = min(stop, start + index * chunk), min(stop, start + (index + 1) * chunk)
+                first = start + index * chunk
+                start, stop = min(stop, first), min(stop, first + chunk)
             case _:
                 raise ValueError(f"a parameter is cut along dim 0 only, not {placement}")
     return start, stop, speaks

@@ -1,12 +1,22 @@
-"""Reading a checkpoint of any grid into this one."""
+"""Reading a checkpoint of any grid into this one: each rank reads the slices that it holds."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
+
+from megagrid.checkpoint.find import verify
 from megagrid.checkpoint.layout import Entry
+from megagrid.checkpoint.manifest import find_damage, read_manifest
+from megagrid.checkpoint.planner import BoxLoadPlanner
+from megagrid.checkpoint.save import TRAINER_STATE
+from megagrid.checkpoint.storage import SafetensorsReader
+from megagrid.checkpoint.together import ALONE, on_first_rank, one_error
+from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Axis
 
 
@@ -14,7 +24,7 @@ def load(
     checkpoint: Path,
     entries: Sequence[Entry],
     *,
-    world: Axis | None = None,
+    world: Axis = ALONE,
     is_verified: bool = False,
     weights_only: bool = False,
 ) -> None:
@@ -28,9 +38,32 @@ def load(
         CheckpointError: on every rank: names or shapes differ from the checkpoint's (all listed), a
             file is missing or damaged (named).
     """
-    raise NotImplementedError
+    manifest = on_first_rank(lambda: read_manifest(checkpoint), world)
+    if problems := verify(checkpoint, manifest, world, deep=not is_verified):
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}")
+    with one_error(f"loading {checkpoint}"):
+        dcp.load(
+            {},
+            storage_reader=SafetensorsReader(checkpoint, manifest),
+            planner=BoxLoadPlanner(entries, str(checkpoint), weights_only),
+            process_group=world.group,
+            no_dist=world.size == 1,
+        )
 
 
-def load_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    """What the trainer gave `save` as its state."""
-    raise NotImplementedError
+def load_trainer_state(checkpoint: Path, world: Axis = ALONE) -> dict[str, Any]:
+    """What the trainer gave `save` as its state, read by the first rank for all of `world`.
+
+    Raises:
+        CheckpointError: it is missing or isn't what the manifest says.
+    """
+    return on_first_rank(lambda: _trainer_state(checkpoint), world)
+
+
+def _trainer_state(checkpoint: Path) -> dict[str, Any]:
+    stated = read_manifest(checkpoint).files.get(TRAINER_STATE)
+    if stated is None:
+        raise CheckpointError(f"{checkpoint} holds no {TRAINER_STATE}: only weights can be read")
+    if problems := find_damage(checkpoint, [(TRAINER_STATE, stated)], deep=True):
+        raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
+    return json.loads((checkpoint / TRAINER_STATE).read_text())

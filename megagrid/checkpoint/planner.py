@@ -1,0 +1,202 @@
+"""Which bytes go where: the planning half of torch.distributed.checkpoint, for boxes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megagrid.checkpoint.layout import OPTIMIZER_PREFIX, Entry
+from megagrid.errors import CheckpointError
+
+NAMES_LISTED = 64
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Each rank writes its boxes as they are. The coordinator proves that they fill every tensor:
+    within bounds, without overlap (both by DefaultSavePlanner), and nothing forgotten.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.entries = entries
+        self._written = {
+            (entry.name, torch.Size(entry.box.offsets)): entry
+            for entry in entries
+            if entry.is_written_here and entry.box.numel
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        items = [_write_item(entry) for entry in self._written.values()]
+        self.plan = SavePlan(items, planner_data={entry.name for entry in self.entries})
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        names: set[str] = set().union(*(plan.planner_data for plan in all_plans))
+        plans, metadata = super().create_global_plan(all_plans)
+        if unwritten := sorted(names - metadata.state_dict_metadata.keys()):
+            raise AssertionError(f"no rank writes {', '.join(unwritten)}")
+        for name, tensor in metadata.state_dict_metadata.items():
+            volume = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+            if volume != tensor.size.numel():
+                raise AssertionError(
+                    f"{volume} of the {tensor.size.numel()} values of {name} are written"
+                )
+        return [dataclasses.replace(plan, planner_data=None) for plan in plans], metadata
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._written[index.fqn, index.offset].tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A global tensor that a rank wants a part of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Fills each entry from the saved boxes that it overlaps, however they were cut.
+
+    What a rank reads is its own affair and isn't sent to the coordinator; the names that it wants
+    are, so that a tensor that no rank wants is noticed.
+
+    Args:
+        checkpoint: how errors call the checkpoint.
+        weights_only: optimizer states in it need not be wanted.
+    """
+
+    def __init__(self, entries: Sequence[Entry], checkpoint: str, weights_only: bool) -> None:
+        self.entries = entries
+        self.checkpoint = checkpoint
+        self.weights_only = weights_only
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        self.saved: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        wanted = {entry.name: Wanted(entry.shape, entry.tensor.dtype) for entry in self.entries}
+        return LoadPlan([], planner_data=wanted)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare what the ranks want with what there is.
+
+        Raises:
+            CheckpointError: they differ; every difference is listed.
+        """
+        wanted: dict[str, Wanted] = {}
+        for plan in global_plan:
+            wanted.update(plan.planner_data)
+        ignored = OPTIMIZER_PREFIX if self.weights_only else None
+        if differences := _differences(wanted, self.saved, ignored):
+            raise CheckpointError(
+                f"{self.checkpoint} is of another model: {'; '.join(differences)}"
+            )
+        return [LoadPlan([]) for _ in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        items = []
+        for number, entry in enumerate(self.entries):
+            reads = create_read_items_for_chunk_list(
+                entry.name, self.saved[entry.name], [_chunk(entry)]
+            )
+            if sum(read.lengths.numel() for read in reads) != entry.box.numel:
+                raise CheckpointError(f"{self.checkpoint} doesn't hold all of {entry.name}")
+            index = MetadataIndex(entry.name, index=number)
+            items += [dataclasses.replace(read, dest_index=index) for read in reads]
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of an entry's tensor that is read into, in place."""
+        target = self.entries[read_item.dest_index.index].tensor
+        for dim, (offset, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It was read in place."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("a checkpoint holds tensors only")
+
+
+def _differences(
+    wanted: dict[str, Wanted], saved: dict[str, TensorStorageMetadata], ignored: str | None
+) -> list[str]:
+    """One phrase for each kind of difference between the model and the checkpoint."""
+    unwanted = saved.keys() - wanted.keys()
+    if ignored is not None:
+        unwanted = {name for name in unwanted if not name.startswith(ignored)}
+    both = sorted(wanted.keys() & saved.keys())
+    shapes = [
+        f"{name} {tuple(saved[name].size)} instead of {wanted[name].shape}"
+        for name in both
+        if tuple(saved[name].size) != wanted[name].shape
+    ]
+    # A wider dtype holds every value of a narrower one; the other way round values are lost.
+    dtypes = [
+        f"{name} {saved[name].properties.dtype} instead of {wanted[name].dtype}"
+        for name in both
+        if torch.promote_types(saved[name].properties.dtype, wanted[name].dtype)
+        != wanted[name].dtype
+    ]
+    kinds = {
+        "it lacks": wanted.keys() - saved.keys(),
+        "it has besides": unwanted,
+        "it has other shapes": shapes,
+        "it has wider dtypes": dtypes,
+    }
+    return [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The names, weights before their optimizer states, which mostly follow from them."""
+    ordered = sorted(names, key=lambda name: (name.startswith(OPTIMIZER_PREFIX), name))
+    rest = len(ordered) - NAMES_LISTED
+    return ", ".join(ordered[:NAMES_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _chunk(entry: Entry) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes))
+
+
+def _write_item(entry: Entry) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(entry.name, torch.Size(entry.box.offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(entry),
+            properties=TensorProperties(entry.tensor.dtype),
+            size=torch.Size(entry.shape),
+        ),
+    )
