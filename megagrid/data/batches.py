@@ -1,7 +1,8 @@
 """Microbatches of a rank, step by step, read ahead by a background thread.
 
-A `Batch` holds `tokens` and `labels`, both int64 [b, s] with ``labels[:, t]`` the token after ``tokens[:, t]``, and
-`sample_ids`, int64 [b]. A label of `IGNORE` counts neither in the loss nor in the number of valid tokens.
+A `Batch` holds `tokens` and `labels`, both int64 [b, s], where ``labels[:, t]`` is the token after
+``tokens[:, t]``, and `sample_ids`, int64 [b]. A label of `IGNORE` counts neither in the loss nor in
+the number of valid tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Batch:
 class Loader:
     """The batches of one data-parallel rank; ranks that differ in tp, cp or pp only load the same.
 
-    ``pad``: rows past the end of the data are filled with ignored labels and sample id −1, so that an evaluation
-    reads every sample once, whatever the batch size. Without it, asking for a step that the data can't fill is a DataError.
+    ``pad``: rows past the end of the data are filled with ignored labels and sample id −1, so that
+    an evaluation reads every sample once, whatever the batch size. Without it, a step that the data
+    can't fill is a DataError.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Loader:
 
 
 def _read_ahead(steps: Iterator[list[Batch]], depth: int) -> Iterator[list[Batch]]:
-    """``steps``, made in a thread and at most ``depth`` of them waiting; its errors are raised here."""
+    """``steps``, made in a thread, at most ``depth`` of them waiting; its errors are raised here."""
     waiting: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
     finished = object()

@@ -1,15 +1,16 @@
 """Which samples a rank reads in a step: arithmetic, the same on every grid.
 
-The samples of a run are numbered 0, 1, 2, … across its epochs. A step takes the next ``global_batch_size`` of
-them, whatever the grid; the grid only says who computes which. With global batch 8, microbatch 2, DP 2:
+The samples of a run are numbered 0, 1, 2, … across its epochs. A step takes the next
+``global_batch_size`` of them, whatever the grid; the grid only says who computes which. With global
+batch 8, microbatch 2, DP 2:
 
     position in the step    0 1 | 2 3 | 4 5 | 6 7
     data-parallel rank       0  |  1  |  0  |  1
     microbatch               0  |  0  |  1  |  1
 
-Microbatches lie outermost, so a last batch that isn't full is short by whole microbatches on all ranks alike.
-The cursor of a run is the number of samples consumed, never of steps or batches: a resumed run may change its global batch and
-still go on with the next unseen sample.
+Microbatches lie outermost, so a batch that the data can't fill is short on all ranks alike. The
+cursor of a run is the number of samples consumed, never of steps or batches: a resumed run may
+change its global batch and still go on with the next unseen sample.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Sampler:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def sample_ids(self, consumed_samples: int, dp_rank: int) -> np.ndarray:
-        """The ids that ``dp_rank`` reads in the step after ``consumed_samples``; int64 [microbatches, micro_batch_size]."""
+        """What ``dp_rank`` reads in the step after ``consumed_samples``.
+
+        int64 [microbatches, micro_batch_size].
+        """
         shape = (self.microbatches, self.data_parallel_size, self.micro_batch_size)
         positions = np.arange(self.global_batch_size, dtype=np.int64).reshape(shape)
         return consumed_samples + positions[:, dp_rank]
