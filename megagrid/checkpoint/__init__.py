@@ -2,8 +2,8 @@
 
 A training loop needs five names:
 
-    boxes = entries(model.named_parameters(), named_layouts(model), optimizer)
-    save(checkpoints, boxes, trainer_state, world=grid.world)
+    boxes = entries(parameter_shards(model), optimizer)
+    save(checkpoints, boxes, {"step": 100, ...}, world=grid.world)
     found = find_checkpoint("latest", checkpoints, world=grid.world)
     load(found.path, boxes, world=grid.world)
     state = load_trainer_state(found.path)

@@ -36,6 +36,7 @@ STATES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subverbs, each of one path."""
     verbs = parser.add_subparsers(dest="ckpt_verb", required=True, metavar="VERB")
     for name, (run_verb, what, text) in VERBS.items():
         verb = verbs.add_parser(name, help=text, description=text)
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print what the subverb says; returns the exit code."""
     print(arguments.ckpt_run(arguments.path))
     return 0
 

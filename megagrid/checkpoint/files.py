@@ -41,7 +41,7 @@ class ChecksummedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Unbuffered, so that a full disk shows at the write and leaves nothing for close to fail on.
+        # Unbuffered: a full disk shows at the write, and close has nothing left to fail on.
         self._stream = path.open("xb", buffering=0)
         self._size = 0
         self._crc = 0
@@ -76,12 +76,14 @@ class ChecksummedFile:
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
+    """Make the file `path` of `data`, on the disk when this returns."""
     with ChecksummedFile(path) as file:
         file.write(data)
     return file.record
 
 
 def copy_file(source: Path, target: Path) -> FileRecord:
+    """Copy `source` to the new file `target`, on the disk when this returns."""
     with source.open("rb") as stream, ChecksummedFile(target) as file:
         while data := stream.read(CHUNK):
             file.write(data)
@@ -114,4 +116,5 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
+    """Remove `folder` and all in it. A crash leaves some of it: give it a name that says so first."""
     shutil.rmtree(folder)

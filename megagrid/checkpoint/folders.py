@@ -4,10 +4,11 @@
     step-00000100.partial     a save that hasn't ended: rubbish once its run is gone
     step-00000100.replaced    the former step-00000100, until the new one has its name
     step-00000100.deleted     an old one that is being removed
-    step-00000100.abandoned   a later step than the one that was saved last: the run had gone back to
-                              an earlier checkpoint and on from there; nobody's but the user's
+    step-00000100.abandoned   a later step than the one saved after it: the run had gone back to an
+                              earlier checkpoint. It stays until the user removes it
 
-So the highest step is always the newest. A folder changes its state by a rename, which the disk does wholly or not at all.
+So the highest step is the newest. A folder changes its state by a rename, which the disk does
+wholly or not at all.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class StepFolder:
 
 
 def step_name(step: int) -> str:
+    """The name of the checkpoint after `step`; names sort as steps do."""
     return f"step-{step:08d}"
 
 
