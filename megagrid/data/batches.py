@@ -112,7 +112,7 @@ class Loader:
 
 
 def _read_ahead(steps: Iterator[list[Batch]], depth: int) -> Iterator[list[Batch]]:
-    """``steps``, made in a thread, at most ``depth`` of them waiting; its errors are raised here."""
+    """``steps``, made in a thread, at most ``depth`` of them waiting; errors are raised here."""
     waiting: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
     finished = object()

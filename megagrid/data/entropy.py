@@ -12,7 +12,7 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def cross_entropy(counts: np.ndarray, guessed: np.ndarray) -> float:
-    """Of tokens counted in ``counts`` [vocab] under the frequencies of ``guessed`` [vocab], in nats.
+    """Of tokens counted in ``counts`` [vocab] under the frequencies of ``guessed`` [vocab], nats.
 
     Every id counts as seen once more than it was, or an unseen one would cost infinitely much
     (Laplace's rule of succession).

@@ -134,7 +134,7 @@ def _encode(
     for document in block.documents:
         if text := block.decode(document, decoding):
             documents.append(np.asarray(tokenizer.encode(text) + end, dtype=dtype))
-            text_bytes += len(document.raw)
+            text_bytes += len(text.encode())
     tokens = np.concatenate(documents) if documents else np.zeros(0, dtype)
     lengths = np.asarray([len(document) for document in documents], dtype=np.int64)
     empty = len(block.documents) - len(documents)
