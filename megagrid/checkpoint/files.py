@@ -116,5 +116,5 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder` and all in it. A crash leaves some of it: give it a name that says so first."""
+    """Remove `folder` and all in it. A crash leaves a part: give it a name that says so first."""
     shutil.rmtree(folder)
