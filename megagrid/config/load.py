@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import get_args
 
 from pydantic import ValidationError
@@ -231,20 +231,53 @@ def _validate(settings: Settings, path: str) -> Config:
     raise ConfigError("; ".join(messages))
 
 
+EXPECTED = MappingProxyType(
+    {
+        "bool_type": "must be true or false",
+        "float_type": "must be a number",
+        "int_type": "must be a whole number",
+        "list_type": "must be a list",
+        "string_type": "must be text",
+        "too_short": "must not be empty",
+    }
+)
+"""Kinds of pydantic's faults in a recipe's words; of the others pydantic's message serves."""
+
+
 def _wrong_value(fault: dict, settings: Settings) -> str:
-    """One fault that pydantic found, in the words of the recipe."""
+    """One fault that pydantic found: origin, key=value, what was expected, what to write."""
     section, key, *index = fault["loc"]
-    setting = settings[f"{section}.{key}"]
     name = f"{section}.{key}" + "".join(f"[{i}]" for i in index)
-    shown = f"{name}={toml_value(fault['input'])}"
-    message = fault["msg"]
-    if message.startswith("Input should"):
-        text = f"{setting.origin}: {shown}{message.removeprefix('Input')}"
-    else:
-        text = f"{setting.origin}: {shown}: {message}"
-    if fault["type"] == "list_type" and isinstance(setting.value, str):
-        text += f"""; quoted for the shell, e.g. '{name}=["a", "b"]'"""
-    return text
+    expected = EXPECTED.get(fault["type"]) or fault["msg"].replace("Input should", "must", 1)
+    value = fault["input"]
+    remedy = _remedy(fault["type"], name, value)
+    return f"{settings[f'{section}.{key}'].origin}: {name}={toml_value(value)} {expected}{remedy}"
+
+
+def _remedy(fault_type: str, name: str, value: object) -> str:
+    """How the value would have the right type, where it only looks wrong."""
+    if fault_type == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if fault_type in ("int_type", "float_type") and isinstance(value, str):
+        number = _number(value)
+        return "" if number is None else f"; write {number} without quotes"
+    if fault_type == "list_type" and isinstance(value, str):
+        # A shell takes the quotes out of key=["a", "b"].
+        items = [item.strip() for item in value.strip("[]").split(",")]
+        numbers = [_number(item) for item in items]
+        written = items if None in numbers else numbers
+        return f"; in a shell write '{name}={toml_value(written)}'"
+    return ""
+
+
+def _number(text: str) -> int | float | None:
+    """The number that `text` means, if any."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
 
 
 def _missing_remedy(missing: list[str]) -> str:

@@ -41,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Cluster.uniform(arguments.nodes, arguments.gpus_per_node)
     config = load_recipe(arguments)
     grid = placement(config, cluster.world_size)
-    check(config, cluster.world_size)
     if not config.parallel.allow_tp_across_nodes:
         check_tp_inside_nodes(grid, cluster)
     elif crossing := grid.tp_groups_across_nodes(cluster):
@@ -50,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"first is {{{span(crossing[0])}}}; parallel.allow_tp_across_nodes=true accepts it",
             file=sys.stderr,
         )
+    check(config, cluster.world_size)
     sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in INNERMOST_FIRST)
     print(
         f"{grid.world_size} ranks = {sizes} (innermost first) on {cluster.num_nodes} nodes x "

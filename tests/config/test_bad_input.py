@@ -1,0 +1,375 @@
+"""Mistakes that people make in recipes, and the one line that each is answered with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megagrid.config.load import load
+from megagrid.config.rules import RULES, check
+from megagrid.errors import ConfigError, MegagridError
+from tests.config import recipe
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something done to the good recipe, and words that the answer must have.
+
+    Attributes:
+        told: key, value and remedy, as they appear in the line.
+        overrides: given on the command line.
+        edit: text of the recipe, and what stands there instead.
+        world_size: ranks of the run; None: not known yet.
+    """
+
+    told: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    edit: tuple[str, str] = ("", "")
+    world_size: int | None = None
+
+
+def override(*overrides: str, told: tuple[str, ...], world_size: int | None = None) -> Mistake:
+    return Mistake(told, overrides=overrides, world_size=world_size)
+
+
+def edit(old: str, new: str, *, told: tuple[str, ...]) -> Mistake:
+    return Mistake(told, edit=(old, new))
+
+
+TP, PP = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size"
+
+MISTAKES = {
+    # --- Keys
+    "misspelt key": edit(
+        "lr = 1e-3",
+        "lr = 1e-3\nweigth_decay = 0.1",
+        told=("recipe.toml:20", "optimizer.weigth_decay", "did you mean optimizer.weight_decay?"),
+    ),
+    "misspelt key in an override": override(
+        "optimizer.weigth_decay=0.1", told=("command line", "did you mean optimizer.weight_decay?")
+    ),
+    "hyphenated key": edit(
+        "global_batch_size",
+        "global-batch-size",
+        told=("recipe.toml:15", "train.global-batch-size", "did you mean train.global_batch_size?"),
+    ),
+    "right key in the wrong section": override(
+        "train.lr=1e-4", told=("unknown key train.lr", "it is optimizer.lr, not train.lr")
+    ),
+    "right key in two other sections": override(
+        "train.interval=5", told=("evaluation.interval or logging.interval, not train.interval",)
+    ),
+    "another trainer's name": override(
+        "train.learning_rate=1e-4", told=("train.learning_rate", "did you mean optimizer.lr?")
+    ),
+    "key outside every section": edit(
+        "[model]", "lr = 1\n[model]", told=("recipe.toml:1", "key lr", "it is optimizer.lr, not lr")
+    ),
+    "override without a section": override("lr=1", told=("key lr", "optimizer.lr, not lr")),
+    "nothing like any key": override(
+        "logging.xyzzy=1", told=("logging.xyzzy", "[logging] has run_dir, interval")
+    ),
+    "misspelt section": edit(
+        "[optimizer]", "[optimiser]", told=("recipe.toml:18", "[optimiser]", "mean [optimizer]?")
+    ),
+    "misspelt section in an override": override(
+        "optimiser.lr=1", told=("optimiser.lr", "did you mean optimizer.lr?")
+    ),
+    "unknown section": edit(
+        "[optimizer]", "[kubernetes]", told=("[kubernetes]", "the sections are model, parallel")
+    ),
+    "section that is a value": edit(
+        "[model]",
+        "evaluation = 5\n[model]",
+        told=("recipe.toml:1", "evaluation=5", "write [evaluation]"),
+    ),
+    "key below a key": override("optimizer.lr.max=1", told=("optimizer.lr.max", "optimizer.lr")),
+    "missing key": edit(
+        "seq_length = 32\nglobal", "global", told=("recipe.toml", "train.seq_length", "stated")
+    ),
+    "missing section": edit(
+        '[logging]\nrun_dir = "runs/test"', "", told=("logging.run_dir must be stated",)
+    ),
+    "missing shape": edit(
+        "num_layers = 4", "", told=("model.num_layers", "or model.preset, one of tiny-gpt")
+    ),
+    "unknown preset": override(
+        "model.preset=llama3-8", told=('model.preset="llama3-8"', "did you mean llama3-8b?")
+    ),
+    # --- Text
+    "syntax error": edit(
+        "steps = 8", "steps = = 8", told=("recipe.toml:16: not TOML", "Invalid value", "column 9")
+    ),
+    "unquoted text": edit("= 32\nglobal", "= long\nglobal", told=("recipe.toml:14: not TOML",)),
+    "unfinished text": edit('"runs/test"\n', '"runs', told=("recipe.toml:25: not TOML",)),
+    "key stated twice": edit(
+        "lr = 1e-3", "lr = 1e-3\nlr = 1e-4", told=("recipe.toml:20: not TOML", "overwrite")
+    ),
+    "override given twice": override(
+        "optimizer.lr=1e-4",
+        "optimizer.lr=1e-5",
+        told=("optimizer.lr is given twice", "0.0001", "1e-5", "keep one"),
+    ),
+    "override without a value": override(
+        "optimizer.lr", told=("'optimizer.lr'", "write section.key=value")
+    ),
+    "override with an empty value": override(
+        "optimizer.lr=", told=("optimizer.lr=", "write none to clear it")
+    ),
+    # --- Values
+    "number in quotes": edit(
+        "lr = 1e-3", 'lr = "1e-3"', told=("recipe.toml:19", 'lr="1e-3"', "write 0.001 without")
+    ),
+    "number without its zero": override("optimizer.lr=.5", told=('optimizer.lr=".5"', "write 0.5")),
+    "text for a number": override("optimizer.lr=fast", told=('lr="fast"', "must be a number")),
+    "float for an integer": override("train.steps=1e3", told=("train.steps=1000.0", "write 1000")),
+    "half a step": override("train.steps=1.5", told=("train.steps=1.5", "must be a whole number")),
+    "flag in Python's words": override(
+        "parallel.sequence_parallel=True", told=('="True"', "must be true or false")
+    ),
+    "number for a flag": override("data.repeat=1", told=("data.repeat=1", "true or false")),
+    "flag for a number": override("train.steps=true", told=("train.steps=true", "whole number")),
+    "list without its quotes": override(
+        "data.paths=[a,b]", told=('data.paths="[a,b]"', """'data.paths=["a", "b"]'""")
+    ),
+    "one path for a list": override("data.paths=a", told=("data.paths=", """'data.paths=["a"]'""")),
+    "wrong thing in a list": override(
+        'data.paths=["a", 1]', told=("data.paths[1]=1", "must be text")
+    ),
+    "no path": override("data.paths=[]", told=("data.paths=[]", "must not be empty")),
+    "negative rate": override("optimizer.lr=-1e-3", told=("lr=-0.001", "greater than 0")),
+    "infinite rate": override("optimizer.lr=inf", told=("optimizer.lr=inf", "finite")),
+    "beta of one": override("optimizer.beta2=1", told=("optimizer.beta2=1", "less than 1")),
+    "no layers": override("model.num_layers=0", told=("num_layers=0", "greater than 0")),
+    "more than 64 bits": override(f"train.seed={2**63}", told=("train.seed=", "less than")),
+    "required key cleared": override("train.seq_length=none", told=("seq_length=none", "number")),
+    "unknown choice": override(
+        "parallel.pipeline_schedule=1f1b", told=('pipeline_schedule="1f1b"', "'1F1B'")
+    ),
+    "unknown precision": override(
+        "train.precision=fp8", told=('train.precision="fp8"', "'fp32', 'bf16' or 'fp64'")
+    ),
+    # --- Model
+    "hidden size that heads can't share": override(
+        "model.hidden_size=36",
+        told=("model.hidden_size=36", "model.num_heads=8", "choose 32 or 40", "model.head_dim"),
+    ),
+    "kv heads that don't divide heads": override(
+        "model.num_kv_heads=3",
+        told=("model.num_kv_heads=3", "model.num_heads=8", "choose 1, 2, 4 or 8"),
+    ),
+    "odd head dim under rope": override(
+        "model.head_dim=5", told=("model.head_dim=5", "even", "choose 6")
+    ),
+    "dropout in a llama": override(
+        "model.dropout=0.1", told=("model.dropout=0.1", 'model.family="llama"', "set it to 0")
+    ),
+    # --- Grid
+    "tp that doesn't divide heads": override(
+        f"{TP}=3", told=(f"{TP}=3", "model.num_heads=8", "choose 1, 2, 4 or 8")
+    ),
+    "tp that doesn't divide the mlp": override(
+        f"{TP}=4",
+        "model.ffn_hidden_size=90",
+        told=(f"{TP}=4", "model.ffn_hidden_size=90", "choose 1 or 2"),
+    ),
+    "tp that neither divides kv heads nor is a multiple": override(
+        f"{TP}=4",
+        "model.num_heads=12",
+        "model.num_kv_heads=6",
+        "model.head_dim=4",
+        "model.ffn_hidden_size=96",
+        told=(f"{TP}=4", "model.num_kv_heads=6", "choose 1, 2, 3, 6 or 12"),
+    ),
+    "sequence that tp can't share": override(
+        f"{TP}=2",
+        "parallel.sequence_parallel=true",
+        "train.seq_length=31",
+        told=("train.seq_length=31", f"{TP}=2", "choose 30 or 32"),
+    ),
+    "sequence beyond the positions": override(
+        "train.seq_length=33",
+        told=("train.seq_length=33", "model.max_seq_length=32", "choose at most 32"),
+    ),
+    "context parallelism": override(
+        "parallel.context_parallel_size=2", told=("context_parallel_size=2", "choose 1")
+    ),
+    "schedule that isn't trainable yet": override(
+        "parallel.pipeline_schedule=ZB1P", told=('pipeline_schedule="ZB1P"', "choose GPipe or 1F1B")
+    ),
+    "chunks without an interleaved schedule": override(
+        "parallel.virtual_pipeline_size=2",
+        told=("parallel.virtual_pipeline_size=2", '"1F1B"', "choose 1"),
+    ),
+    "more stages than layers": override(
+        f"{PP}=8", told=(f"{PP}=8", "model.num_layers=4", "choose at most 4")
+    ),
+    "layers that don't add up": override(
+        f"{PP}=2",
+        "parallel.layers_per_stage=[1,2]",
+        told=("layers_per_stage=[1, 2]", "adds up to 3", "model.num_layers=4", "add 1"),
+    ),
+    "too many layers": override(
+        "parallel.layers_per_stage=[6]", told=("layers_per_stage=[6]", "take 2 away")
+    ),
+    "layers for other stages": override(
+        f"{PP}=2",
+        "parallel.layers_per_stage=[1,2,1]",
+        told=("layers_per_stage=[1, 2, 1]", "3 entries", f"{PP}=2 = 2 stages"),
+    ),
+    "world that isn't the grid": override(
+        f"{TP}=2",
+        "parallel.data_parallel_size=2",
+        told=("data_parallel_size=2", "= 4 ranks", "8 were started", "start 4"),
+        world_size=8,
+    ),
+    # --- Work
+    "batch smaller than a microbatch": override(
+        "train.global_batch_size=2",
+        "train.micro_batch_size=4",
+        told=("train.global_batch_size=2", "train.micro_batch_size=4", "choose 4"),
+    ),
+    "uneven microbatches": override(
+        "train.micro_batch_size=3",
+        told=("train.global_batch_size=8", "train.micro_batch_size=3", "choose 6 or 9"),
+    ),
+    "batch that dp can't share": override(
+        "train.global_batch_size=6",
+        told=("train.global_batch_size=6", "data_parallel_size=4", "choose 4 or 8"),
+        world_size=4,
+    ),
+    "batch that a stated dp can't share": override(
+        "parallel.data_parallel_size=3", told=("data_parallel_size=3", "choose 6 or 9")
+    ),
+    "no length": override("train.steps=none", told=("train.steps", "train.tokens", "state one")),
+    "two lengths": override(
+        "train.tokens=1000", told=("train.steps=8", "train.tokens=1000", "keep one")
+    ),
+    "decay longer than the run": override(
+        "lr_schedule.kind=wsd",
+        "lr_schedule.decay_steps=9",
+        told=("lr_schedule.decay_steps=9", "8 steps", "choose at most 8"),
+    ),
+    "device with an index": override(
+        "train.device=cuda:0", told=('train.device="cuda:0"', 'such as "cpu" or "cuda"')
+    ),
+    "precision that the device lacks": override(
+        "train.precision=fp64",
+        "train.device=mps",
+        told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
+    ),
+    # --- Data and files
+    "weights for other paths": override(
+        "data.weights=[1, 2]", told=("data.weights=[1.0, 2.0]", "1 data.paths", "one for each")
+    ),
+    "weights of zero": override("data.weights=[0]", told=("data.weights=[0.0]", "larger than 0")),
+    "empty path": override('data.paths=[""]', told=('data.paths[0]=""', "write a prefix")),
+    "path stated twice": override(
+        'data.paths=["a", "a"]', told=('data.paths names "a" twice', "data.weights")
+    ),
+    "synthetic among files": override(
+        'data.paths=["a", "synthetic"]', told=("data.paths=", '"synthetic"', "keep one kind")
+    ),
+    "evaluation without documents": override(
+        "evaluation.interval=5",
+        "data.valid_fraction=0",
+        told=("evaluation.interval=5", "data.valid_fraction=0", "larger than 0"),
+    ),
+    "nowhere to write": override('logging.run_dir=""', told=('logging.run_dir=""', "runs/first")),
+}
+
+
+def refusal(mistake: Mistake, folder: Path) -> MegagridError:
+    """The error that answers `mistake`."""
+    old, new = mistake.edit
+    assert old in recipe.TEXT
+    path = recipe.write(folder, recipe.TEXT.replace(old, new, 1) if old else recipe.TEXT)
+    with pytest.raises(MegagridError) as caught:
+        check(load(path, mistake.overrides), mistake.world_size)
+    return caught.value
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_with_key_value_and_remedy(tmp_path, mistake):
+    message = str(refusal(mistake, tmp_path))
+    assert "\n" not in message
+    for words in mistake.told:
+        assert words in message
+
+
+def test_every_rule_answers_a_mistake_of_the_table(tmp_path):
+    raised = set()
+    for mistake in MISTAKES.values():
+        frames = traceback.extract_tb(refusal(mistake, tmp_path).__traceback__)
+        raised |= {frame.name for frame in frames}
+    assert {rule.__name__ for rule in RULES} <= raised
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "can't read recipe"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"", "train.seq_length, train.global_batch_size"),
+    ],
+    ids=["missing", "not text", "empty"],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
+    path = tmp_path / "none.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_all_wrong_values_of_a_recipe_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.steps=0.*; .*optimizer\.lr=-1"):
+        load(recipe.write(tmp_path), ["train.steps=0", "optimizer.lr=-1"])
+
+
+def megagrid(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "megagrid", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "recipe.toml", "optimizer.weigth_decay=0"], "did you mean"),
+        (["train", "recipe.toml", f"{TP}=3", "--show-config"], "choose 1, 2, 4 or 8"),
+        (["train", "recipe.toml", "--nproc", "3", f"{TP}=2"], "start a multiple of 2 ranks"),
+        (["train", "recipe.toml", "--nproc", "0"], "choose at least 1"),
+        (["train", "recipe.toml", "--nproc", "4096", "train.global_batch_size=4096"], "too many"),
+        (["train", "recipe.toml", 'data.paths=["nowhere/x"]'], "megagrid data prepare"),
+        (["train", "recipe.toml", "checkpoint.resume=nowhere"], 'checkpoint.resume="nowhere"'),
+        (["train", "nowhere.toml"], "can't read recipe nowhere.toml"),
+        (["train"], "required: RECIPE"),
+        (["train", "recipe.toml", "--optimizer.lr=1"], "section.key=value"),
+        (["trian", "recipe.toml"], "did you mean train?"),
+        (["grid", "recipe.toml", "--nodes", "2", "--gpus-per-node", "3", f"{TP}=2"], "tp group"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_line_answers_a_mistake_in_one_line_and_exits_2(tmp_path, arguments, told):
+    recipe.write(tmp_path)
+    done = megagrid(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
