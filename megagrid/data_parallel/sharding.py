@@ -112,3 +112,12 @@ class GradientSync:
         self._stage.set_requires_gradient_sync(is_last)
         self._stage.set_is_last_backward(is_last)
         self._stage.set_reshard_after_backward(is_last or not self._strategy.holds)
+
+    def after_evaluation(self) -> None:
+        """Let go of parameters that a forward without backward has left gathered: the next update
+        would leave them stale."""
+        if self._stage is None:
+            return
+        for unit in self._stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()

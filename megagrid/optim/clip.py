@@ -28,14 +28,13 @@ def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -
     return torch.stack(torch._foreach_norm(counted)).double().square().sum()
 
 
-def clip_gradients(shards: Sequence[ParameterShard], norm: Tensor, largest: float) -> None:
+def clip_gradients(shards: Sequence[ParameterShard], norm: float, largest: float) -> None:
     """Scale all gradients, in place, so that their global norm is at most `largest`; 0: leave them.
 
     Args:
         norm: of the whole model, the same on every rank.
     """
-    if largest == 0.0:
+    if largest == 0.0 or norm <= largest:
         return
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    torch._foreach_mul_(grads, largest / (norm + 1e-6))

@@ -1,0 +1,116 @@
+"""From a config and a grid to everything that a step needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megagrid.config.schema import Config
+from megagrid.data_parallel.sharding import (
+    COMPUTE_DTYPES,
+    MASTER_DTYPES,
+    STRATEGIES,
+    GradientSync,
+    shard_stage,
+)
+from megagrid.grid.grid import Grid
+from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
+from megagrid.model.zoo import build_stage
+from megagrid.nn.init import initialise
+from megagrid.nn.layout import ParameterShard, parameter_shards
+from megagrid.optim.adamw import AdamW
+from megagrid.pipeline.executor import Executor
+from megagrid.pipeline.partition import stage_layers
+from megagrid.pipeline.schedules import Program, forward_only, generate, lower, verify
+from megagrid.pipeline.stage import Stage
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's part of a run: the model, its optimizer and the programs that drive it.
+
+    Attributes:
+        microbatches: of one rank in one step.
+        shards: what this rank owns of the parameters, over all its stages.
+        training, evaluation: what this rank runs in a step, and to evaluate a global batch.
+    """
+
+    config: Config
+    grid: Grid
+    microbatches: int
+    shards: list[ParameterShard]
+    optimizer: AdamW
+    executor: Executor
+    training: Program
+    evaluation: Program
+
+
+def build_engine(config: Config, grid: Grid) -> Engine:
+    """Build this rank's stages with their initial weights, and verify the programs they will run.
+
+    Collective over all ranks.
+    """
+    parallel = config.parallel
+    microbatches = config.train.global_batch_size // (config.train.micro_batch_size * grid.dp.size)
+    schedule = generate(
+        parallel.pipeline_schedule,
+        num_ranks=grid.pp.size,
+        num_microbatches=microbatches,
+        virtual_stages=parallel.virtual_pipeline_size,
+    )
+    layers = stage_layers(config.model, schedule.num_stages, parallel.layers_per_stage)
+    is_tied_over_stages = config.model.tied_embeddings and schedule.num_stages > 1
+    training = lower(schedule, tied=is_tied_over_stages)
+    verify(training)
+    stages = {
+        number: _build(config, grid, _share(layers, number))
+        for number in schedule.stages_of_rank(grid.pp.rank)
+    }
+    shards = [shard for stage in stages.values() for shard in stage.shards]
+    return Engine(
+        config=config,
+        grid=grid,
+        microbatches=microbatches,
+        shards=shards,
+        optimizer=AdamW(shards, config.optimizer),
+        executor=Executor(stages, grid, COMPUTE_DTYPES[config.train.precision]),
+        training=training,
+        evaluation=lower(
+            forward_only(
+                num_stages=schedule.num_stages,
+                num_microbatches=microbatches,
+                placement=schedule.placement,
+            )
+        ),
+    )
+
+
+def _share(layers: list[range], stage: int) -> StageShare:
+    return StageShare(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
+
+
+def _build(config: Config, grid: Grid, share: StageShare) -> Stage:
+    """A stage whose parameters are made on no device, sharded, and only then given memory: no rank
+    ever holds more of them than its own."""
+    axes = ModelAxes(
+        tp=grid.tp,
+        kv=grid.kv,
+        embedding=grid.embedding,
+        sequence_parallel=config.parallel.sequence_parallel and grid.tp.size > 1,
+    )
+    strategy = STRATEGIES[config.parallel.sharding_strategy]
+    with torch.device("meta"):
+        module = build_stage(config.model, share, axes)
+    module.to(MASTER_DTYPES[config.train.precision])
+    shard_stage(module, grid, strategy, config.train.precision)
+    module.to_empty(device=grid.device)
+    replicas = grid.dp if grid.dp.size > 1 and not strategy.shards else None
+    shards = parameter_shards(module, replicated_over=replicas)
+    initialise(shards, config.train.seed)
+    return Stage(module, shards, GradientSync(module, strategy))
+
+
+def stage_modules(engine: Engine) -> list[DecoderStage]:
+    """The modules of this rank's stages, first to last."""
+    return [stage.module for stage in engine.executor.stages.values()]

@@ -1,0 +1,255 @@
+"""A run from its first step to its last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megagrid import checkpoint
+from megagrid.config.dump import dump
+from megagrid.config.schema import Config
+from megagrid.data import Batch, DataSplits, Loader, Sampler
+from megagrid.data import build as build_data
+from megagrid.errors import DataError, MegagridError
+from megagrid.grid import bootstrap
+from megagrid.grid.grid import Grid
+from megagrid.grid.start import running_grid
+from megagrid.optim.lr_schedule import learning_rate
+from megagrid.train.build import Engine, build_engine
+from megagrid.train.console import ConsoleTable
+from megagrid.train.metrics import MetricsLog, Sink, StepRecord, Stopwatch
+from megagrid.train.step import StepResult, apply_gradients, compute_gradients, evaluate
+from megagrid.train.tracking import WandbTracker
+
+
+def train(config: Config) -> int:
+    """Train on this rank until the last step; returns the exit code."""
+    with running_grid(config, bootstrap.read()) as grid:
+        Run(config, grid).run()
+    return 0
+
+
+@dataclass
+class Progress:
+    """Where a run is: with weights and optimizer states, all that a resumed run needs.
+
+    There is no state of random numbers, which are functions of seed, step and sample, nor of the
+    learning rate, which is one of the step.
+
+    Attributes:
+        step: optimizer steps made.
+        consumed_samples: samples fed so far, and the number of the next unseen one.
+        consumed_tokens: tokens of those.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+
+
+class Run:
+    """One rank's part of a run.
+
+    Attributes:
+        progress: counts the steps made.
+        speaks: whether this rank is the one that prints and writes records.
+    """
+
+    def __init__(self, config: Config, grid: Grid) -> None:
+        self.config = config
+        self.grid = grid
+        self.speaks = grid.rank == 0
+        self.folder = Path(config.logging.run_dir)
+        self.checkpoints = self.folder / "checkpoints"
+        self.data = _open_data(config)
+        self.engine = build_engine(config, grid)
+        self.progress = Progress()
+        self._resume()
+        self.loader, self.total_steps = self._plan_steps()
+
+    def run(self) -> None:
+        """Train from where the progress is to the last step."""
+        sinks = self._open_sinks()
+        watch = Stopwatch()
+        steps = self.loader.steps(self.progress.consumed_samples)
+        try:
+            while self.progress.step < self.total_steps:
+                with watch.part("data"):
+                    batches = next(steps)
+                record = self._step(batches, watch)
+                for sink in sinks:
+                    sink.write(record)
+                self._save_if_due()
+                watch.lap()  # evaluating and saving are no part of a step
+        finally:
+            steps.close()
+            for sink in sinks:
+                sink.close()
+
+    def _step(self, batches: Sequence[Batch], watch: Stopwatch) -> StepRecord:
+        """Make one optimizer step, evaluate if it is time, and say what happened."""
+        config, progress = self.config, self.progress
+        number = progress.step + 1
+        first_sample = progress.consumed_samples
+        lr = learning_rate(
+            number,
+            config=config.lr_schedule,
+            peak=config.optimizer.lr,
+            total_steps=self.total_steps,
+        )
+        result = compute_gradients(self.engine, batches, number, watch)
+        if not result.is_finite:
+            raise MegagridError(
+                f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}; the weights "
+                f"weren't updated and nothing was saved. Resume from the last checkpoint with a "
+                f"lower optimizer.lr={config.optimizer.lr} or a smaller optimizer.clip_grad"
+            )
+        with watch.part("optimizer"):
+            apply_gradients(self.engine, result.grad_norm, lr)
+        progress.step = number
+        progress.consumed_samples += config.train.global_batch_size
+        progress.consumed_tokens += config.train.global_batch_size * config.train.seq_length
+        seconds, parts = watch.lap()
+        tokens_per_s = result.valid_tokens / seconds
+        return StepRecord(
+            step=number,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            valid_tokens=result.valid_tokens,
+            consumed_tokens=progress.consumed_tokens,
+            consumed_samples=progress.consumed_samples,
+            sample_ids=(first_sample, progress.consumed_samples - 1),
+            step_time_s=seconds,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_rank=tokens_per_s / self.grid.world.size,
+            parts_s=parts,
+            peak_memory_bytes=result.peak_memory_bytes,
+            valid_loss=self._evaluate_if_due(),
+        )
+
+    def _evaluate_if_due(self) -> float | None:
+        interval, step = self.config.evaluation.interval, self.progress.step
+        is_due = step == self.total_steps or (interval > 0 and step % interval == 0)
+        if self.data.valid is None or not is_due:
+            return None
+        loader = Loader(self.data.valid, self._sampler(), self.grid.dp.rank, pad=True)
+        return evaluate(self.engine, list(islice(loader.steps(), self.config.evaluation.batches)))
+
+    def _save_if_due(self) -> None:
+        settings = self.config.checkpoint
+        if not checkpoint.should_save(
+            self.progress.step, self.total_steps, settings.save_interval, settings.save_at_end
+        ):
+            return
+        tokenizer = self.data.tokenizer
+        checkpoint.save(
+            self.checkpoints,
+            self._entries(),
+            self._trainer_state(),
+            world=self.grid.world,
+            config=dump(self.config),
+            extra_files=[tokenizer] if tokenizer else [],
+            keep_last=settings.keep_last,
+        )
+
+    def _resume(self) -> None:
+        """Load the checkpoint that the recipe names, if it names one and there is one."""
+        if self.config.checkpoint.resume is None:
+            return
+        world = self.grid.world
+        found = checkpoint.find_checkpoint(self.config.checkpoint.resume, self.checkpoints, world)
+        if found is None:
+            self._say("no checkpoint yet: a fresh start")
+            return
+        for line in found.skipped:
+            self._say(f"passed over: {line}")
+        checkpoint.load(found.path, self._entries(), world=world, is_verified=True)
+        state = checkpoint.load_trainer_state(found.path)
+        self.progress = Progress(**state["progress"])
+        self.engine.optimizer.set_step(self.progress.step)
+        if state["data"] != self.data.fingerprint:
+            self._say("warning: the data isn't what this checkpoint was trained on")
+        if state["seed"] != self.config.train.seed:
+            self._say(
+                f"warning: train.seed={self.config.train.seed}, the checkpoint's was "
+                f"{state['seed']}: samples come in another order"
+            )
+        self._say(f"resumed from {found.path} at step {self.progress.step}")
+
+    def _trainer_state(self) -> dict[str, Any]:
+        return {
+            "step": self.progress.step,
+            "progress": asdict(self.progress),
+            "seed": self.config.train.seed,
+            "data": self.data.fingerprint,
+        }
+
+    def _entries(self) -> list[checkpoint.Entry]:
+        return checkpoint.entries(self.engine.shards, self.engine.optimizer)
+
+    def _plan_steps(self) -> tuple[Loader, int]:
+        """The loader of the training data, and the run's last step.
+
+        Raises:
+            DataError: the data ends before that step and must not be repeated.
+        """
+        config = self.config.train
+        loader = Loader(
+            self.data.train,
+            self._sampler(),
+            self.grid.dp.rank,
+            prefetch=self.config.data.prefetch,
+        )
+        tokens_per_step = config.global_batch_size * config.seq_length
+        total = config.steps or math.ceil(config.tokens / tokens_per_step)
+        possible = loader.steps_left(self.progress.consumed_samples)
+        if possible is not None and self.progress.step + possible < total:
+            raise DataError(
+                f"the data fills {self.progress.step + possible} steps of "
+                f"train.global_batch_size={config.global_batch_size}, the run has {total}; set "
+                f"train.steps={self.progress.step + possible} or data.repeat=true"
+            )
+        return loader, total
+
+    def _sampler(self) -> Sampler:
+        train = self.config.train
+        return Sampler(train.global_batch_size, train.micro_batch_size, self.grid.dp.size)
+
+    def _open_sinks(self) -> list[Sink]:
+        """Where records go: nowhere, but on the rank that speaks."""
+        if not self.speaks:
+            return []
+        logging = self.config.logging
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
+        sinks: list[Sink] = [
+            MetricsLog(self.folder / "metrics.jsonl", self.progress.step),
+            ConsoleTable(self.total_steps, logging.interval),
+        ]
+        if logging.wandb != "off":
+            settings = self.config.model_dump()
+            sinks.append(WandbTracker(logging, settings, self.progress.step))
+        return sinks
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+
+def _open_data(config: Config) -> DataSplits:
+    data = config.data
+    return build_data(
+        data.paths,
+        data.weights,
+        config.train.seq_length,
+        config.train.seed,
+        data.valid_fraction,
+        data.repeat,
+        data.cache_dir,
+        config.model.vocab_size,
+    )

@@ -1,0 +1,144 @@
+"""One optimizer step, and one evaluation, of the whole grid."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrid.comm.collectives import all_reduce
+from megagrid.data import Batch
+from megagrid.grid.grid import Axis, Grid
+from megagrid.nn.dropout import DropoutStreams
+from megagrid.optim.clip import clip_gradients, local_squared_norm
+from megagrid.pipeline.stage import Microbatch
+from megagrid.train.build import Engine
+from megagrid.train.metrics import Stopwatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step was, over the whole grid.
+
+    Attributes:
+        loss: mean over valid tokens, nats.
+        grad_norm: of the whole model, before clipping.
+        valid_tokens: labels that counted.
+        peak_memory_bytes: of each rank.
+    """
+
+    loss: float
+    grad_norm: float
+    valid_tokens: int
+    peak_memory_bytes: tuple[int, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        return self.grad_norm - self.grad_norm == 0.0 and self.loss - self.loss == 0.0
+
+
+def compute_gradients(
+    engine: Engine, batches: Sequence[Batch], step: int, watch: Stopwatch
+) -> StepResult:
+    """Run the step's forwards and backwards: every gradient of the mean loss is then in place.
+
+    Args:
+        batches: this dp rank's microbatches.
+        step: number of the step, from 1.
+    """
+    grid = engine.grid
+    with watch.part("data"):
+        microbatches = _to_device(batches, engine, step, training=True)
+        tokens = _TokenCount(batches, grid.dp, grid.device)
+    with watch.part("forward-backward"):
+        loss = engine.executor.run(engine.training, microbatches, tokens.scale)
+    with watch.part("norm"):
+        # One message for all that the ranks must know of each other at the end of a step.
+        totals = torch.zeros(2 + grid.world.size, dtype=torch.float64, device=grid.device)
+        totals[0] = local_squared_norm(engine.shards, grid.device)
+        if grid.tp.rank == 0:
+            totals[1] = loss
+        totals[2 + grid.rank] = _peak_memory_bytes(grid.device)
+        squared_norm, loss_sum, *peaks = all_reduce(totals, grid.world).tolist()
+    valid_tokens = tokens.total()
+    return StepResult(
+        loss=loss_sum / valid_tokens if valid_tokens else 0.0,
+        grad_norm=squared_norm**0.5,
+        valid_tokens=valid_tokens,
+        peak_memory_bytes=tuple(int(peak) for peak in peaks),
+    )
+
+
+def apply_gradients(engine: Engine, grad_norm: float, lr: float) -> None:
+    """Clip by the global norm, update the weights and drop the gradients."""
+    clip_gradients(engine.shards, grad_norm, engine.config.optimizer.clip_grad)
+    engine.optimizer.step(lr)
+
+
+def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
+    """Mean loss over the valid tokens of `steps` (global batches), without dropout.
+
+    None if they have no valid token. Collective over all ranks.
+    """
+    grid = engine.grid
+    totals = torch.zeros(2, dtype=torch.float64, device=grid.device)
+    speaks = grid.tp.rank == 0 and grid.pp.rank == grid.pp.size - 1
+    for batches in steps:
+        microbatches = _to_device(batches, engine, step=0, training=False)
+        loss = engine.executor.run(engine.evaluation, microbatches)
+        if grid.tp.rank == 0:
+            totals[0] += loss
+        if speaks:
+            totals[1] += sum(batch.valid_tokens for batch in batches)
+    for stage in engine.executor.stages.values():
+        stage.sync.after_evaluation()
+    loss, tokens = all_reduce(totals, grid.world).tolist()
+    return loss / tokens if tokens else None
+
+
+class _TokenCount:
+    """The step's valid tokens over the dp axis, counted while the first forward already runs."""
+
+    def __init__(self, batches: Sequence[Batch], dp: Axis, device: torch.device) -> None:
+        count = sum(batch.valid_tokens for batch in batches)
+        self._count = torch.tensor(count, dtype=torch.int64, device=device)
+        self._work = None
+        if dp.size > 1:
+            self._work = dist.all_reduce(self._count, group=dp.group, async_op=True)
+
+    def total(self) -> int:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._count)
+
+    def scale(self) -> Tensor:
+        """One over the count: the gradient of the step's loss by the summed loss."""
+        return torch.tensor(1.0 / max(1, self.total()), device=self._count.device)
+
+
+def _to_device(
+    batches: Sequence[Batch], engine: Engine, step: int, *, training: bool
+) -> list[Microbatch]:
+    model, train = engine.config.model, engine.config.train
+    drops = training and (model.dropout or model.attention_dropout)
+    place: Callable[..., Tensor] = lambda array: torch.from_numpy(array).to(engine.grid.device)
+    return [
+        Microbatch(
+            tokens=place(batch.tokens),
+            labels=place(batch.labels),
+            streams=DropoutStreams(train.seed, step, place(batch.sample_ids)) if drops else None,
+        )
+        for batch in batches
+    ]
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Most that this rank has held so far: of the device's memory, or of the process on a CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated(device)
