@@ -3,8 +3,8 @@
     python tools/make_stdlib_corpus.py corpus.jsonl [--max-bytes 8000000]
 
 One document a module, ``{"path": "json/decoder.py", "text": …}``. Tests and installed packages are
-left out. Modules come in the order of a hash of their path, so that a size limit takes an even sample
-of the library rather than its first letters; the same interpreter always gives the same file.
+left out. Modules come in the order of a hash of their path, so that a size limit takes an even
+sample of the library rather than its first letters; the same interpreter gives the same file.
 """
 
 from __future__ import annotations

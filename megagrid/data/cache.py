@@ -7,12 +7,12 @@ matter.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from megagrid.data.temporary import temporary_name
 from megagrid.errors import DataError
 
 
@@ -57,7 +57,7 @@ def _read(path: Path) -> np.ndarray | None:
 
 def _write(path: Path, array: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
             np.save(file, array, allow_pickle=False)

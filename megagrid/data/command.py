@@ -169,14 +169,13 @@ def _inspect(args: argparse.Namespace) -> int:
     import numpy as np
 
     from megagrid.data.entropy import entropy
-    from megagrid.data.indexed import IndexedTokens, tokenizer_path
+    from megagrid.data.indexed import IndexedTokens
     from megagrid.data.tokenizer import load_tokenizer
 
     data = IndexedTokens(args.prefix)
     if args.verify:
         data.verify()
     header = data.header
-    tokenizer = load_tokenizer(tokenizer_path(args.prefix))
     counts = np.zeros(header.vocab_size)
     # A stretch at a time: bincount makes an int64 copy of what it counts.
     for start in range(0, header.tokens, 1 << 22):
@@ -191,5 +190,6 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"tokenizer   {header.tokenizer.hex()[:16]}")
     print(f"content     {header.content.hex()[:16]}" + (" (verified)" if args.verify else ""))
     print(f"entropy     {entropy(counts):.4f} nats a token (unigram)")
-    print(f"begins      {tokenizer.decode(data.tokens[: args.show])!r}")
+    if model := data.tokenizer():
+        print(f"begins      {load_tokenizer(model).decode(data.tokens[: args.show])!r}")
     return 0

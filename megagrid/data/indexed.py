@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,9 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megagrid.data.temporary import temporary_name
 from megagrid.errors import DataError
 
 REMEDY = "write it again with `megagrid data prepare`"
+UNKNOWN_TOKENIZER = bytes(32)
 
 _MAGIC = b"megagrid"
 _VERSION = 1
@@ -50,6 +51,11 @@ def tokenizer_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer.model")
 
 
+def tokenizer_fingerprint(model: bytes) -> bytes:
+    """32 bytes that tell tokenizers apart by their model files."""
+    return hashlib.blake2b(model, digest_size=32).digest()
+
+
 def dtype_for(vocab_size: int) -> np.dtype:
     """The smallest of uint16, uint32, uint64 that holds every id below ``vocab_size``."""
     for name in ("<u2", "<u4"):
@@ -69,7 +75,7 @@ class Header:
     eod_id: int | None
     max_id: int
     tokenizer: bytes
-    """Fingerprint of the tokenizer, 32 bytes."""
+    """`tokenizer_fingerprint` of the model that made the tokens; zeros: unknown."""
     content: bytes
     """Digest of the tokens, 32 bytes."""
     edges: bytes
@@ -154,6 +160,22 @@ class IndexedTokens:
         if _digest(self.tokens.data) != self.header.content:
             raise DataError(f"{bin_path(self.prefix)} is damaged: its digest differs; {REMEDY}")
 
+    def tokenizer(self) -> Path | None:
+        """The model file beside the tokens; None if somebody took it away.
+
+        Errors: DataError if it is another one than made them.
+        """
+        path = tokenizer_path(self.prefix)
+        try:
+            model = path.read_bytes()
+        except OSError:
+            return None
+        if self.header.tokenizer not in (UNKNOWN_TOKENIZER, tokenizer_fingerprint(model)):
+            raise DataError(
+                f"{path} is not the tokenizer that {bin_path(self.prefix)} was made with; {REMEDY}"
+            )
+        return path
+
     @staticmethod
     def _check_size(found: int, expected: int, path: Path) -> None:
         if found != expected:
@@ -172,7 +194,7 @@ class IndexedWriter:
         prefix: str | Path,
         vocab_size: int,
         eod_id: int | None,
-        tokenizer: bytes = bytes(32),
+        tokenizer: bytes = UNKNOWN_TOKENIZER,
         dtype: str | np.dtype | None = None,
     ):
         """``dtype``: of the file; None: the smallest that holds the vocabulary.
@@ -194,7 +216,10 @@ class IndexedWriter:
         self._digest = hashlib.blake2b(digest_size=32)
 
     def __enter__(self) -> IndexedWriter:
-        self._temporary = [_temporary(bin_path(self.prefix)), _temporary(idx_path(self.prefix))]
+        self._temporary = [
+            temporary_name(bin_path(self.prefix)),
+            temporary_name(idx_path(self.prefix)),
+        ]
         try:
             self._file = self._temporary[0].open("wb")
         except OSError as error:
@@ -268,11 +293,6 @@ def write_index(path: Path, header: Header, lengths: np.ndarray) -> None:
     with path.open("wb") as file:
         file.write(header.pack())
         file.write(offsets.tobytes())
-
-
-def _temporary(path: Path) -> Path:
-    """A name beside ``path`` that no other process writes to; renaming it is atomic there."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
 
 
 def _map(path: Path, prefix: str | Path) -> mmap.mmap:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from megagrid.data.corpus import Block, Decoding, find_files, read_blocks
-from megagrid.data.indexed import IndexedWriter, dtype_for, tokenizer_path
-from megagrid.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from megagrid.data.indexed import (
+    IndexedWriter,
+    dtype_for,
+    tokenizer_fingerprint,
+    tokenizer_path,
+)
+from megagrid.data.temporary import temporary_name
+from megagrid.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from megagrid.errors import DataError
 
 _BLOCKS_PER_WORKER = 3
@@ -87,31 +93,27 @@ def prepare(request: Request, progress: Progress = lambda what, stored_bytes: No
             f"tokenizer {request.tokenizer} has no end-of-document token (no eos piece of control "
             "type); use another, train one with --train-tokenizer, or pass --no-append-eod"
         )
-    model = tokenizer_path(request.output)
     try:
-        model.parent.mkdir(parents=True, exist_ok=True)
-        temporary = model.with_name(f"{model.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(tokenizer.model)
-    except OSError as error:
+        return _write(request, files, tokenizer, progress)
+    except OSError as error:  # a full disk, a folder that isn't ours; reading raises DataErrors
         raise DataError(
-            f"{model} can't be written ({error.strerror}); choose another --output"
+            f"{request.output} can't be written ({error.strerror or error}); "
+            "make room, or choose another --output"
         ) from None
-    try:
-        summary = _write(request, files, tokenizer, temporary, progress)
-        temporary.replace(model)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return summary
 
 
 def _write(
-    request: Request, files: Sequence[Path], tokenizer: Tokenizer, model: Path, progress: Progress
+    request: Request, files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
 ) -> Summary:
     dtype = dtype_for(tokenizer.vocab_size)
     eod = tokenizer.eod_id if request.append_eod else None
-    encode = functools.partial(_encode, str(model), eod, dtype, request.decoding)
+    maker = tokenizer_fingerprint(tokenizer.model)
     documents = empty = tokens = text_bytes = 0
-    with IndexedWriter(request.output, tokenizer.vocab_size, eod, fingerprint(tokenizer)) as writer:
+    with (
+        _published_last(tokenizer_path(request.output), tokenizer.model) as model,
+        IndexedWriter(request.output, tokenizer.vocab_size, eod, maker) as writer,
+    ):
+        encode = functools.partial(_encode, str(model), eod, dtype, request.decoding)
         blocks = read_blocks(files, request.text_format)
         for encoded in _map_in_order(encode, blocks, request.workers):
             writer.add_documents(encoded.tokens, encoded.lengths)
@@ -121,6 +123,19 @@ def _write(
             text_bytes += encoded.text_bytes
             progress("tokenizing", encoded.stored_bytes)
     return Summary(documents, empty, tokens, text_bytes, tokenizer.vocab_size, dtype)
+
+
+@contextmanager
+def _published_last(path: Path, content: bytes) -> Iterator[Path]:
+    """A file of ``content`` that can be read at once, and is called ``path`` if all goes well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    try:
+        temporary.write_bytes(content)
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _encode(

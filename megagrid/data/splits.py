@@ -16,7 +16,7 @@ from megagrid.data.dataset import (
     split_documents,
 )
 from megagrid.data.entropy import cross_entropy
-from megagrid.data.indexed import IndexedTokens, bin_path, tokenizer_path
+from megagrid.data.indexed import IndexedTokens, bin_path
 from megagrid.data.synthetic import SyntheticDataset
 from megagrid.errors import DataError
 
@@ -35,7 +35,7 @@ class DataSplits:
     fingerprint: str
     """Changes whenever a file's content does."""
     tokenizer: Path | None = None
-    """The model file that made the tokens; None for synthetic ones."""
+    """The model file that made the tokens; None for synthetic ones, or if it is gone."""
     eod_id: int | None = None
     """The id that ends each document, if the files have one."""
 
@@ -92,7 +92,7 @@ def build(
         _mix(valid, None) if valid else None,
         vocab_size,
         hashlib.blake2b(b"".join(t.header.pack() for t in files), digest_size=16).hexdigest(),
-        tokenizer_path(files[0].prefix),
+        files[0].tokenizer(),
         files[0].header.eod_id,
     )
 
