@@ -21,6 +21,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from megagrid.errors import MegagridError
 
@@ -28,16 +29,18 @@ from megagrid.errors import MegagridError
 class ScheduleError(MegagridError):
     """A schedule that can't be read, built or run.
 
-    The first line of the message is the whole finding; where a grid of ranks × steps helps, it
-    follows, with the offending action marked.
-
     Attributes:
-        rule: short name of the rule that was broken, "" where no rule of `verify` applies.
+        rule: name of the rule of `verify` that was broken, "" where it's none of those.
+        drawing: ranks × steps with the offending one marked, "" where there's none to show. It is
+            a note of the exception as well, so that a traceback ends with it.
     """
 
-    def __init__(self, message: str, rule: str = "") -> None:
+    def __init__(self, message: str, rule: str = "", drawing: str = "") -> None:
         super().__init__(message)
         self.rule = rule
+        self.drawing = drawing
+        if drawing:
+            self.add_note(drawing)
 
 
 class Kind(StrEnum):
@@ -75,9 +78,8 @@ _TOKEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing that one rank does for one stage.
+class Action(NamedTuple):
+    """One thing that one rank does for one stage; a tuple, for it is hashed all the time.
 
     Attributes:
         stage: global stage, 0 holds the embedding.
@@ -88,11 +90,6 @@ class Action:
     stage: int
     kind: Kind
     microbatch: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.microbatch is None) != (self.kind in REDUCTIONS):
-            wanted = "no microbatch" if self.kind in REDUCTIONS else "a microbatch"
-            raise ScheduleError(f"{self.kind} of stage {self.stage} needs {wanted}")
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"

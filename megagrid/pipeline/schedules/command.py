@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,57 +11,78 @@ from megagrid.pipeline.schedules.action import ScheduleError
 from megagrid.pipeline.schedules.generators import GENERATORS, generate
 from megagrid.pipeline.schedules.lowering import lower
 from megagrid.pipeline.schedules.render import render_svg, render_text
-from megagrid.pipeline.schedules.schedule import Program
+from megagrid.pipeline.schedules.schedule import Program, Schedule
 from megagrid.pipeline.schedules.simulate import Simulation, simulate
-from megagrid.pipeline.schedules.text import load, save
+from megagrid.pipeline.schedules.text import load, save, write
 from megagrid.pipeline.schedules.timing import Costs, Time
 from megagrid.pipeline.schedules.verify import VerifyReport, verify
+
+_SIZES = {"ranks": 4, "microbatches": 8, "virtual": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    names = ", ".join(GENERATORS)
-    parser.add_argument("name", nargs="?", help=f"{names}; left out with --file")
-    parser.add_argument("--stages", "--ranks", dest="ranks", type=int, default=4, metavar="P",
-                        help="ranks along the pipeline; each holds --virtual stages (default 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="(default 8)")
-    parser.add_argument("--virtual", type=int, default=1, metavar="V",
-                        help="stages a rank, for Interleaved1F1B")
-    parser.add_argument("--tied", action="store_true", help="first and last stage share weights")
-    parser.add_argument("--cost", type=Fraction, nargs=4, metavar=("F", "I", "W", "P2P"),
-                        help="time of each action and of a message (default 1 1 1 0)")
-    parser.add_argument("--draw", action="store_true", help="draw ranks x time")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="the same as a picture")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="take the schedule from a file")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the schedule to a file")
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help=f"{', '.join(GENERATORS)}; or give --file")
+    add("--stages", "--ranks", dest="ranks", type=int, metavar="P", help="pipeline ranks (4)")
+    add("--microbatches", type=int, metavar="M", help="microbatches of a step (8)")
+    add("--virtual", type=int, metavar="V", help="stages a rank, for Interleaved1F1B (1)")
+    add("--file", type=Path, metavar="FILE", help="check a schedule or a program from a file")
+    add("--tied", action="store_true", help="first and last stage share the embedding")
+    add(
+        "--cost",
+        type=_cost,
+        nargs=4,
+        metavar=("F", "I", "W", "P2P"),
+        help="time of forward, input gradient, weight gradient and message (1 1 1 0)",
+    )
+    add("--draw", action="store_true", help="draw ranks x time")
+    add("--svg", type=Path, metavar="FILE", help="draw it as a picture")
+    add("--save", type=Path, metavar="FILE", help="write the schedule to a file, for --file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is known of the schedule; 0 if it holds.
 
     Raises:
-        ScheduleError: it can't be built, or breaks a rule.
+        ScheduleError: it can't be built, or breaks a rule; where, is drawn on stderr.
     """
-    if (args.name is None) == (args.file is None):
-        raise ScheduleError(f"state a schedule ({', '.join(GENERATORS)}) or --file, one of them")
-    source = load(args.file) if args.file else generate(
-        args.name, args.ranks, args.microbatches, args.virtual
-    )
-    program = source if isinstance(source, Program) else lower(source, tied=args.tied)
-    report = verify(program)
-    simulation = simulate(program, _costs(program, args.cost))
+    source = _source(args)
+    try:
+        program = source if isinstance(source, Program) else lower(source, tied=args.tied)
+        report = verify(program)
+    except ScheduleError as error:
+        print(error.drawing, file=sys.stderr)
+        raise
+    simulation = simulate(program, Costs.of(program.num_stages, *(args.cost or ())))
     print(_summary(program, report, simulation))
     if args.draw:
         print(render_text(simulation.timeline))
     if args.svg:
-        args.svg.write_text(render_svg(simulation.timeline, title=_title(program)))
+        write(args.svg, render_svg(simulation.timeline, title=_title(program)))
     if args.save:
         save(source, args.save)
     return 0
 
-def _costs(program: Program, cost: list[Fraction] | None) -> Costs:
-    forward, input_grad, weight_grad, p2p = cost or (1, 1, 1, 0)
-    return Costs.of(program.num_stages, forward, input_grad, weight_grad, p2p)
+
+def _source(args: argparse.Namespace) -> Schedule | Program:
+    if (args.name is None) == (args.file is None):
+        raise ScheduleError(f"state a schedule ({', '.join(GENERATORS)}) or --file, one of the two")
+    stated = {key: getattr(args, key) for key in _SIZES if getattr(args, key) is not None}
+    if args.file is None:
+        sizes = _SIZES | stated
+        return generate(args.name, sizes["ranks"], sizes["microbatches"], sizes["virtual"])
+    source = load(args.file)
+    if stated or (args.tied and isinstance(source, Program)):
+        raise ScheduleError(f"{args.file} says its sizes and what is tied itself; edit them there")
+    return source
+
+
+def _cost(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 2, 0.5 or 1/3") from None
 
 
 def _title(program: Program) -> str:
@@ -75,7 +97,7 @@ def _summary(program: Program, report: VerifyReport, simulation: Simulation) -> 
         (
             _title(program),
             f"  in flight, per rank      {_row(report.in_flight)}"
-            f"   (until the input gradient: {_row(report.in_flight_for_input)})",
+            f"   (until the input gradient: {_row(report.in_flight_until_input_grad)})",
             f"  messages                 {report.messages}, in batches per rank"
             f" {_row(report.batches)}",
             f"  makespan                 {_number(simulation.makespan)}"

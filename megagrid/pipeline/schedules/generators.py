@@ -12,7 +12,7 @@ the same microbatch, and what is left of an order that can run can run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrid.pipeline.schedules.action import Action, Kind, ScheduleError
 from megagrid.pipeline.schedules.schedule import Schedule, loop_placement, v_placement
@@ -192,8 +192,15 @@ def forward_only(
 
     A rank that could run several stages runs the deepest, so that microbatches leave the
     pipeline as soon as they can and few inputs wait.
+
+    Raises:
+        ScheduleError: the placement isn't one rank per stage, or leaves a rank out.
     """
     placement = tuple(range(num_stages)) if placement is None else tuple(placement)
+    if len(placement) != num_stages or not placement:
+        raise ScheduleError(
+            f"placement {placement} must name a rank for each of {num_stages} stages"
+        )
     num_ranks = max(placement) + 1
     bare = Schedule(
         "ForwardOnly",
@@ -214,7 +221,7 @@ def forward_only(
             if ready is not None:
                 orders[rank].append(Action(ready, F, done[ready]))
                 done[ready] += 1
-    return Schedule(**{**vars(bare), "orders": tuple(map(tuple, orders))})
+    return replace(bare, orders=tuple(map(tuple, orders)))
 
 
 @dataclass(frozen=True)
@@ -262,9 +269,7 @@ def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
     return chunks
 
 
-def generate(
-    name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
-) -> Schedule:
+def generate(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The schedule called `name`.
 
     Args:

@@ -22,8 +22,8 @@ This holds whether or not a rank waits for each batch, and however long actions 
 In the steady state of 1F1B the rule gives what one would write by hand: the activation to the next
 rank and the gradient from it are made at the same tick, hence one batch.
 
-    rank 1 of 4, 1F1B     1F2 │ 1SEND_F2          │ 1RECV_B0 │ 1RECV_F3 │ 1B0 │ …
-    rank 2                2F1 │ 2SEND_F1+2RECV_B0 │ 2RECV_F2 │ 2B0 │ 2SEND_B0 │ …
+    rank 1 of 4    1F3 1RECV_B1+1SEND_F3 1B1 1SEND_B1+1RECV_F4 1F4
+    rank 2         2B1 2SEND_B1+2RECV_F3 2F3 2RECV_B2+2SEND_F3 2B2
 
 Stages of one rank hand tensors over without a message (the turn of ZBV).
 """
@@ -33,10 +33,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megagrid.pipeline.schedules.action import Action, Kind, Step
 from megagrid.pipeline.schedules.schedule import Program, Schedule
-from megagrid.pipeline.schedules.timing import Costs, Span, Time, Timeline, ideal_timeline
+from megagrid.pipeline.schedules.timing import Span, Time, Timeline
 from megagrid.pipeline.schedules.verify import check_orders
 
 # What leaves a stage at the end of an action. W leaves nothing.
@@ -57,8 +58,7 @@ def lower(schedule: Schedule, tied: bool = False) -> Program:
     Raises:
         ScheduleError: the schedule breaks a rule that no communication can mend.
     """
-    check_orders(schedule)
-    timeline = ideal_timeline(schedule, Costs.of(schedule.num_stages))
+    timeline = check_orders(schedule)
     messages = _messages_by_tick(schedule, timeline)
     bare = Program(
         schedule.name,
@@ -74,12 +74,10 @@ def lower(schedule: Schedule, tied: bool = False) -> Program:
         (*_woven(bare, rank, timeline[rank], messages[rank]), *_tied_reduction(bare, rank))
         for rank in range(schedule.num_ranks)
     ]
-    return Program(**{**vars(bare), "steps": tuple(steps)})
+    return replace(bare, steps=tuple(steps))
 
 
-def _messages_by_tick(
-    schedule: Schedule, timeline: Timeline
-) -> list[dict[Time, list[Action]]]:
+def _messages_by_tick(schedule: Schedule, timeline: Timeline) -> list[dict[Time, list[Action]]]:
     """Per rank and tick, the messages of that tick, SENDs and RECVs in one order on both ends."""
     sends: list[tuple[Time, Action]] = []
     for row in timeline:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from html import escape
-from math import gcd, lcm
 
 from megagrid.pipeline.schedules.action import Action, Kind, Step
-from megagrid.pipeline.schedules.timing import Span, Time, Timeline
+from megagrid.pipeline.schedules.timing import Span, Time, Timeline, ratio
 
-_MAX_COLUMNS = 400  # of the text grid; a measured timeline has no common unit
+_MAX_COLUMNS = 200  # of the text grid, however short the shortest action of a measured run
 _STEPS_AROUND = 5  # the marked one, in the drawing of a broken program
 
 _COLOURS = {Kind.F: "#7fa8d9", Kind.B: "#74b98a", Kind.I: "#8fcfb4", Kind.W: "#e8b565"}
@@ -28,8 +26,8 @@ def render_text(timeline: Timeline) -> str:
         rank 0  F0 F1 .  .  B0--- B1---
         rank 1  .  F0 B0--- F1 B1---
 
-    A unit is what all begins and ends have in common, where they are exact, else the shortest
-    action; `.` is idle, `-` goes on.
+    A unit is what the shortest action takes, and others are rounded to it; `.` is idle, `-` goes
+    on.
     """
     token = _tokens(timeline)
     unit = _unit(timeline)
@@ -42,8 +40,8 @@ def render_text(timeline: Timeline) -> str:
             start = max(_column(span.start, unit), column)
             end = max(_column(span.end, unit), start + 1)
             cells += [".".ljust(width)] * (start - column)
-            long = end - start > 1
-            cells.append(token(span.action).ljust(width * (end - start) - 1, "- "[not long]) + " ")
+            fill = "-" if end - start > 1 else " "
+            cells.append(token(span.action).ljust(width * (end - start) - 1, fill) + " ")
             column = end
         cells += [".".ljust(width)] * (last - column)
         lines.append(f"rank {rank:<{len(str(len(timeline) - 1))}}  {''.join(cells)}".rstrip())
@@ -54,7 +52,7 @@ def render_svg(timeline: Timeline, title: str = "") -> str:
     """The same as a picture: an SVG document, colours by kind, a legend below."""
     row_height, left, top, wide = 26, 64, 34, 1200
     makespan = max(row[-1].end for row in timeline if row)
-    scale = wide / makespan
+    scale = float(wide / makespan)
     token = _tokens(timeline)
     body = [f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>'] if title else []
     for rank, row in enumerate(timeline):
@@ -63,7 +61,7 @@ def render_svg(timeline: Timeline, title: str = "") -> str:
         body.append(
             f'<rect x="{left}" y="{y}" width="{wide}" height="{row_height - 4}" fill="#f2f2f2"/>'
         )
-        body += [_svg_span(span, token(span.action), left, y, row_height - 4, scale) for span in row]
+        body += [_svg_box(span, token(span.action), left, y, row_height - 4, scale) for span in row]
     y = top + len(timeline) * row_height + 8
     for index, kind in enumerate(_kinds(timeline)):
         x = left + index * 140
@@ -76,7 +74,7 @@ def render_svg(timeline: Timeline, title: str = "") -> str:
     )
 
 
-def _svg_span(span: Span, label: str, left: int, y: int, height: int, scale: float) -> str:
+def _svg_box(span: Span, label: str, left: int, y: int, height: int, scale: float) -> str:
     x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
     box = (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '
@@ -89,17 +87,14 @@ def _svg_span(span: Span, label: str, left: int, y: int, height: int, scale: flo
     return f"{box}{text}{label}</text>"
 
 
-def render_steps(
-    steps: Sequence[Sequence[Step]], mark: tuple[int, int | None]
-) -> str:
+def render_steps(steps: Sequence[Sequence[Step]], marked_rank: int, marked: int | None) -> str:
     """Ranks × steps around a marked one, `▶2B0◀`.
 
     Args:
         steps: per rank.
-        mark: rank and index of the step; None marks the end of the rank, where something is
-            missing.
+        marked_rank: the marked step's rank.
+        marked: its index; None for the end of the rank, where something is missing.
     """
-    marked_rank, marked = mark
     marked = len(steps[marked_rank]) if marked is None else marked
     first = max(marked - _STEPS_AROUND, 0)
     columns = range(first, marked + _STEPS_AROUND + 1)
@@ -119,7 +114,7 @@ def render_steps(
     return "\n".join(lines)
 
 
-def _tokens(timeline: Timeline):
+def _tokens(timeline: Timeline) -> Callable[[Action], str]:
     """How to write an action: without its stage where each rank has only one."""
     stages = [{span.action.stage for span in row} for row in timeline]
     if max(map(len, stages)) > 1:
@@ -133,15 +128,9 @@ def _kinds(timeline: Timeline) -> list[Kind]:
 
 
 def _unit(timeline: Timeline) -> Time:
-    times = [time for row in timeline for span in row for time in (span.start, span.end)]
-    coarsest = Fraction(max(times)) / _MAX_COLUMNS
-    if all(isinstance(time, int | Fraction) for time in times):
-        fractions = [Fraction(time) for time in times]
-        denominator = lcm(*(time.denominator for time in fractions))
-        unit = Fraction(gcd(*(int(time * denominator) for time in fractions)), denominator)
-    else:
-        unit = min(span.end - span.start for row in timeline for span in row)
-    return max(unit, coarsest)
+    spans = [span for row in timeline for span in row]
+    shortest = min(span.end - span.start for span in spans)
+    return max(shortest, ratio(max(span.end for span in spans), _MAX_COLUMNS))
 
 
 def _column(time: Time, unit: Time) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from megagrid.pipeline.schedules.action import Action, Kind, Step
+from megagrid.pipeline.schedules.action import Action, Kind
 from megagrid.pipeline.schedules.schedule import Program
 from megagrid.pipeline.schedules.timing import Costs, Span, Time, Timeline
 
@@ -70,8 +70,8 @@ class Rendezvous:
         """Runs until nothing moves."""
         while self._awake:
             rank = self._awake.popleft()
-            while self._advance_stream(rank) or self._advance_steps(rank):
-                pass
+            self._run_stream(rank)
+            self._run_steps(rank)
         stuck = {}
         for rank, (state, steps) in enumerate(zip(self._ranks, self._program.steps, strict=True)):
             if state.stream:
@@ -84,23 +84,21 @@ class Rendezvous:
             ends=tuple(state.clock for state in self._ranks),
         )
 
-    def _advance_stream(self, rank: int) -> bool:
-        """Ends the batch at the head of a rank's stream; False if there is none or it must wait."""
+    def _run_stream(self, rank: int) -> None:
+        """Ends a rank's batches, up to one that must wait for a peer."""
         state = self._ranks[rank]
-        if not state.stream:
-            return False
-        index, posted = state.stream[0]
-        batch = self._program.steps[rank][index].batch
-        head_since = max(posted, state.stream_free)
-        passed = [self._meet(message, message.other_end, head_since) for message in batch]
-        if None in passed:
-            return False
-        state.stream.popleft()
-        state.stream_free = max(
-            at + self._costs.message(message) for at, message in zip(passed, batch, strict=True)
-        )
-        self._received.update(dict.fromkeys(batch, state.stream_free))
-        return True
+        while state.stream:
+            index, posted = state.stream[0]
+            batch = self._program.steps[rank][index].actions
+            head_since = max(posted, state.stream_free)
+            passed = [self._meet(message, message.other_end, head_since) for message in batch]
+            if None in passed:
+                return
+            state.stream.popleft()
+            state.stream_free = max(
+                at + self._costs.message(message) for at, message in zip(passed, batch, strict=True)
+            )
+            self._received.update(dict.fromkeys(batch, state.stream_free))
 
     def _meet(self, end: Action, other: Action, since: Time) -> Time | None:
         """When both ends are there; None as long as the other isn't. Wakes the other's rank."""
@@ -111,28 +109,26 @@ class Rendezvous:
             return None
         return max(self._arrived[end], self._arrived[other])
 
-    def _advance_steps(self, rank: int) -> bool:
-        """Runs a rank's next step; False if there is none or it must wait."""
-        state = self._ranks[rank]
-        if state.step == len(self._program.steps[rank]):
-            return False
-        step = self._program.steps[rank][state.step]
-        if step.is_batch:
-            state.stream.append((state.step, state.clock))
-        elif not self._run(rank, step):
-            return False
-        state.step += 1
-        return True
+    def _run_steps(self, rank: int) -> None:
+        """Runs a rank's steps, up to one that must wait for a batch or a peer."""
+        state, steps = self._ranks[rank], self._program.steps[rank]
+        while state.step < len(steps):
+            step = steps[state.step]
+            if step.is_batch:
+                state.stream.append((state.step, state.clock))
+                if len(state.stream) == 1:
+                    self._run_stream(rank)
+            elif not self._run(rank, step.action):
+                return
+            state.step += 1
 
-    def _run(self, rank: int, step: Step) -> bool:
-        state, action = self._ranks[rank], step.action
+    def _run(self, rank: int, action: Action) -> bool:
+        """Runs a compute action or a reduction; False if it must wait."""
+        state = self._ranks[rank]
         if action.kind is Kind.REDUCE_GRAD:
             return True
         if action.kind is Kind.REDUCE_TIED:
-            other = Action(self._program.num_stages - 1 - action.stage, action.kind)
-            if self._program.rank_of_stage(other.stage) == rank:
-                return True
-            met = self._meet(action, other, state.clock)
+            met = self._meet(action, self._program.other_end(action), state.clock)
             state.clock = state.clock if met is None else met
             return met is not None
         start = state.clock

@@ -92,9 +92,16 @@ class Program(Pipeline):
     steps: tuple[tuple[Step, ...], ...]
     tied: bool = field(default=False, kw_only=True)
 
-    def peer(self, message: Action) -> int:
-        """The rank at the other end of a SEND or RECV."""
-        return self.placement[message.other_end.stage]
+    def other_end(self, action: Action) -> Action:
+        """What a SEND, RECV or REDUCE_TIED meets; itself where both tied ends are on one rank."""
+        if action.kind is not Kind.REDUCE_TIED:
+            return action.other_end
+        ends = self.tied_ends()
+        return action._replace(stage=ends[-1] if action.stage == ends[0] else ends[0])
+
+    def peer(self, action: Action) -> int:
+        """The rank at the other end of a SEND, RECV or REDUCE_TIED."""
+        return self.placement[self.other_end(action).stage]
 
     def tied_ends(self) -> tuple[int, ...]:
         """The stages of which a REDUCE_TIED is due: none, both ends, or the first for both."""

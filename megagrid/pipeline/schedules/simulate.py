@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from megagrid.pipeline.schedules.action import Action, Kind, ScheduleError
 from megagrid.pipeline.schedules.rendezvous import Rendezvous
 from megagrid.pipeline.schedules.schedule import Program
-from megagrid.pipeline.schedules.timing import Costs, Time, Timeline
+from megagrid.pipeline.schedules.timing import Costs, Time, Timeline, ratio
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,3 @@ def _peak_memory(order: tuple[Action, ...], costs: Costs, forward_only: bool) ->
         else:
             held -= kept_for_weight
     return peak
-
-
-def ratio(part: Time, whole: Time) -> Fraction | float:
-    """part / whole, exact if both are."""
-    if isinstance(part, int | Fraction) and isinstance(whole, int | Fraction):
-        return Fraction(part) / Fraction(whole)
-    return part / whole

@@ -18,7 +18,7 @@ batch joined by `+`: `rank 0: 0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 …`.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -46,7 +46,19 @@ def save(saved: Schedule | Program, path: Path) -> None:
     for rank, row in enumerate(saved.steps if is_program else saved.orders):
         line = f"rank {rank}: {' '.join(map(str, row))}"
         lines.append(textwrap.fill(line, 100, subsequent_indent="    ", break_long_words=False))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write(path, "\n".join(lines) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        ScheduleError: it can't be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"{path}: can't be written ({error.strerror})") from None
 
 
 def load(path: Path) -> Schedule | Program:
@@ -60,12 +72,7 @@ def load(path: Path) -> Schedule | Program:
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: can't be read as a schedule ({error})") from None
     fields, rows = _split(text, path)
-    reader = _Reader(fields, path)
-    try:
-        return _build(reader, rows)
-    except ScheduleError as error:
-        known = str(error).startswith(str(path))
-        raise error if known else ScheduleError(f"{path}: {error}") from None
+    return _build(_Reader(fields, path), rows)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ class _Reader:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    if not text:
+        raise ValueError
     return tuple(int(word) for word in text.split())
 
 
@@ -138,11 +147,12 @@ def _build(reader: _Reader, rows: dict[int, list[_Line]]) -> Schedule | Program:
     name = reader.take("program" if is_program else "schedule", str, "its name")
     microbatches = reader.take("microbatches", int, "a number")
     placement = reader.take("placement", _numbers, "the rank of each stage")
-    num_ranks = len(set(placement))
-    if sorted(rows) != list(range(num_ranks)):
+    if sorted(rows) != sorted(set(placement)):
         raise ScheduleError(
-            f"{reader.path}: rows of ranks {sorted(rows)}, but its stages lie on {num_ranks} ranks"
+            f"{reader.path}: has orders for the ranks {_listed(rows)}, but its placement names"
+            f" {_listed(set(placement))}"
         )
+    num_ranks = len(rows)
     bounds = tuple(placement.count(rank) * microbatches for rank in range(num_ranks))
     if reader.has("max_in_flight"):
         bounds = reader.take("max_in_flight", _numbers, "a number per rank")
@@ -153,11 +163,18 @@ def _build(reader: _Reader, rows: dict[int, list[_Line]]) -> Schedule | Program:
     if is_program and reader.has("tied"):
         shared["tied"] = reader.take("tied", _YES_NO.__getitem__, "yes or no")
     reader.refuse_rest()
-    steps = tuple(_steps(rows[rank], reader.path, is_program) for rank in range(num_ranks))
-    if is_program:
-        return Program(**shared, steps=steps)
-    orders = tuple(tuple(step.action for step in row) for row in steps)
-    return Schedule(**shared, orders=orders)
+    steps = tuple(_steps(rows[rank], reader.path, is_program) for rank in sorted(rows))
+    try:
+        if is_program:
+            return Program(**shared, steps=steps)
+        orders = tuple(tuple(step.action for step in row) for row in steps)
+        return Schedule(**shared, orders=orders)
+    except ScheduleError as error:
+        raise ScheduleError(f"{reader.path}: {error}") from None
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks)) or "none"
 
 
 def _steps(lines: list[_Line], path: Path, is_program: bool) -> tuple[Step, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from megagrid.pipeline.schedules.action import Action, Kind, ScheduleError
-from megagrid.pipeline.schedules.schedule import Pipeline, Schedule
+from megagrid.pipeline.schedules.schedule import Pipeline
 
 Time = int | Fraction | float
 PerStage = Time | Sequence[Time]
@@ -82,6 +82,13 @@ class Costs:
         return self.p2p[min(action.stage, action.other_end.stage)]
 
 
+def ratio(part: Time, whole: Time) -> Fraction | float:
+    """part / whole, exact if both are."""
+    if isinstance(part, int | Fraction) and isinstance(whole, int | Fraction):
+        return Fraction(part) / Fraction(whole)
+    return part / whole
+
+
 def _per_stage(key: str, cost: PerStage, length: int, positive: bool = False) -> tuple[Time, ...]:
     costs = tuple(cost) if isinstance(cost, Sequence) else (cost,) * length
     if len(costs) != length:
@@ -122,52 +129,46 @@ def inputs_of(pipeline: Pipeline, action: Action) -> tuple[tuple[Action, ...], .
     return (own_forward, gradient)
 
 
-def ideal_timeline(schedule: Schedule, costs: Costs) -> Timeline:
+def missing_input(
+    pipeline: Pipeline, action: Action, made: Container[Action]
+) -> tuple[Action, ...]:
+    """The makers of the first input of an action that isn't there yet; () if all are."""
+    for makers in inputs_of(pipeline, action):
+        if not any(maker in made for maker in makers):
+            return makers
+    return ()
+
+
+def ideal_timeline(
+    pipeline: Pipeline, orders: Sequence[Sequence[Action]], costs: Costs
+) -> Timeline:
     """When each action runs if messages take no time and no rank waits for anything else.
 
-    Raises:
-        ScheduleError: the orders wait for each other in a circle; names an action that can't run.
+    Args:
+        pipeline: where the stages are.
+        orders: per rank, its compute actions.
+        costs: of the actions.
+
+    Returns:
+        A row for each order, shorter than it where the orders wait for each other for ever.
     """
     ends: dict[Action, Time] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.orders]
+    rows: list[list[Span]] = [[] for _ in orders]
     sleepers: dict[Action, list[int]] = {}  # ranks to wake once an action has run
-    awake = deque(range(schedule.num_ranks))
+    awake = deque(range(len(orders)))
     while awake:
         rank = awake.popleft()
-        order, row = schedule.orders[rank], spans[rank]
+        order, row = orders[rank], rows[rank]
         while len(row) < len(order):
             action = order[len(row)]
-            start = row[-1].end if row else 0
-            for makers in inputs_of(schedule, action):
-                made = next((maker for maker in makers if maker in ends), None)
-                if made is None:
-                    for maker in makers:
-                        sleepers.setdefault(maker, []).append(rank)
-                    break
-                start = max(start, ends[made])
-            else:
-                ends[action] = start + costs.time(action)
-                row.append(Span(action, start, ends[action]))
-                awake.extend(sleepers.pop(action, ()))
-                continue
-            break
-    _refuse_unfinished(schedule, spans, ends)
-    return tuple(tuple(row) for row in spans)
-
-
-def _refuse_unfinished(
-    schedule: Schedule, spans: Sequence[Sequence[Span]], ends: dict[Action, Time]
-) -> None:
-    for rank, (order, row) in enumerate(zip(schedule.orders, spans, strict=True)):
-        if len(row) < len(order):
-            action = order[len(row)]
-            missing = next(
-                makers
-                for makers in inputs_of(schedule, action)
-                if not any(maker in ends for maker in makers)
-            )
-            raise ScheduleError(
-                f"{schedule.name}: rank {rank} can't run {action}, for {missing[0]} never comes"
-                " before it",
-                rule="data dependencies",
-            )
+            missing = missing_input(pipeline, action, ends)
+            if missing:
+                for maker in missing:
+                    sleepers.setdefault(maker, []).append(rank)
+                break
+            inputs = (ends.get(m, 0) for makers in inputs_of(pipeline, action) for m in makers)
+            start = max(row[-1].end if row else 0, *inputs, 0)
+            ends[action] = start + costs.time(action)
+            row.append(Span(action, start, ends[action]))
+            awake.extend(sleepers.pop(action, ()))
+    return tuple(tuple(row) for row in rows)

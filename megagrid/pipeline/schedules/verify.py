@@ -6,8 +6,9 @@ Rules are the rows of `RULES`, tried in order; each yields the first place where
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megagrid.pipeline.schedules.action import (
     COMPUTE,
@@ -21,7 +22,13 @@ from megagrid.pipeline.schedules.action import (
 from megagrid.pipeline.schedules.render import render_steps
 from megagrid.pipeline.schedules.rendezvous import Rendezvous, needed_message
 from megagrid.pipeline.schedules.schedule import Pipeline, Program, Schedule, compute_steps
-from megagrid.pipeline.schedules.timing import Costs, inputs_of
+from megagrid.pipeline.schedules.timing import (
+    Costs,
+    Timeline,
+    ideal_timeline,
+    inputs_of,
+    missing_input,
+)
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,14 @@ class VerifyReport:
     Attributes:
         in_flight: per rank, the most activations held at once, each from the start of its F to
             the end of its B or W.
-        in_flight_for_input: the same up to the end of B or I, when a split backward is done with
-            all but what the weight gradient needs.
+        in_flight_until_input_grad: the same up to the end of B or I, when a split backward is done
+            with all but what the weight gradient needs.
         messages: SENDs of a step, over all ranks.
         batches: batches of messages that a rank posts in a step, per rank.
     """
 
     in_flight: tuple[int, ...]
-    in_flight_for_input: tuple[int, ...]
+    in_flight_until_input_grad: tuple[int, ...]
     messages: int
     batches: tuple[int, ...]
 
@@ -56,47 +63,66 @@ class Violation:
 
 @dataclass(frozen=True)
 class Rule:
+    """A row of the table: what the rule is called, and what yields the places that break it."""
+
     name: str
     check: Callable[[Program], Iterator[Violation]]
+
+
+Posted = tuple[int, Action]  # a message and the index of its step
 
 
 def verify(program: Program) -> VerifyReport:
     """Checks every rule.
 
     Raises:
-        ScheduleError: the first line names the first broken rule, where and how; below it the
-            steps of the ranks are drawn, with the place marked. Its `rule` is the rule's name.
+        ScheduleError: names the first broken rule, where and how; its `drawing` shows the place.
     """
     _check(program, RULES)
     orders = [program.compute_order(rank) for rank in range(program.num_ranks)]
     return VerifyReport(
         in_flight=tuple(_peak(order, {Kind.B, Kind.W}, program) for order in orders),
-        in_flight_for_input=tuple(_peak(order, {Kind.B, Kind.I}, program) for order in orders),
+        in_flight_until_input_grad=tuple(
+            _peak(order, {Kind.B, Kind.I}, program) for order in orders
+        ),
         messages=sum(action.kind in SENDS for *_, action in _actions(program)),
         batches=tuple(sum(step.is_batch for step in steps) for steps in program.steps),
     )
 
 
-def check_orders(schedule: Schedule) -> None:
+def check_orders(schedule: Schedule) -> Timeline:
     """Checks what can be said of a schedule before it has communication.
+
+    Returns:
+        When its actions run if messages take no time, F, I and W take 1, and B takes 2.
 
     Raises:
         ScheduleError: as `verify`.
     """
     steps = tuple(compute_steps(order) for order in schedule.orders)
     shared = {key: value for key, value in vars(schedule).items() if key != "orders"}
-    _check(Program(**shared, steps=steps), ORDER_RULES)
+    program = Program(**shared, steps=steps)
+    _check(program, COMPUTE_RULES)
+    timeline = ideal_timeline(program, schedule.orders, Costs.of(program.num_stages))
+    circle = _circle_of_orders(program, schedule.orders, timeline)
+    if circle is not None:
+        _refuse(program, "no deadlock", circle)
+    return timeline
 
 
 def _check(program: Program, rules: tuple[Rule, ...]) -> None:
     for rule in rules:
         violation = next(rule.check(program), None)
         if violation is not None:
-            grid = render_steps(program.steps, mark=(violation.rank, violation.step))
-            raise ScheduleError(
-                f"{program.name} breaks the rule of {rule.name}: {violation.finding}\n{grid}",
-                rule=rule.name,
-            )
+            _refuse(program, rule.name, violation)
+
+
+def _refuse(program: Program, rule: str, violation: Violation) -> NoReturn:
+    raise ScheduleError(
+        f"{program.name} breaks the rule of {rule}: {violation.finding}",
+        rule=rule,
+        drawing=render_steps(program.steps, violation.rank, violation.step),
+    )
 
 
 def _actions(program: Program) -> Iterator[tuple[int, int, Action]]:
@@ -126,8 +152,7 @@ def _placement(program: Program) -> Iterator[Violation]:
 
 
 def _completeness(program: Program) -> Iterator[Violation]:
-    """F once, and B once or I and W once, for each stage and microbatch; no backward in evaluation.
-    """
+    """Each stage has F once, and B once or I and W once, for each microbatch."""
     seen: Counter[Action] = Counter()
     for rank, index, action in _actions(program):
         if action.kind not in COMPUTE:
@@ -169,6 +194,7 @@ def _missing(
 
 def _order_on_rank(program: Program) -> Iterator[Violation]:
     """What an action reads is made earlier, where one rank makes both."""
+    orders = [program.compute_order(rank) for rank in range(program.num_ranks)]
     done: set[Action] = set()
     for rank, index, action in _actions(program):
         if action.kind in COMPUTE:
@@ -176,19 +202,20 @@ def _order_on_rank(program: Program) -> Iterator[Violation]:
                 if program.rank_of_stage(makers[0].stage) != rank:
                     continue
                 if done.isdisjoint(makers):
-                    yield Violation(rank, index, f"{action} comes before {_later(program, makers)}")
+                    maker = _present(orders, makers)
+                    yield Violation(rank, index, f"{action} comes before {maker}")
             done.add(action)
 
 
-def _later(program: Program, makers: tuple[Action, ...]) -> Action:
-    """Which of `makers` the program has."""
-    present = {action for *_, action in _actions(program)}
-    return next((maker for maker in makers if maker in present), makers[0])
+def _present(orders: Sequence[Sequence[Action]], makers: Sequence[Action]) -> Action:
+    """Which of the possible makers of a tensor is the one that the orders have."""
+    return next(maker for order in orders for maker in order if maker in makers)
 
 
 def _messages_on_rank(program: Program) -> Iterator[Violation]:
     """A RECV is posted before its tensor is consumed, a SEND after its tensor is made."""
     made_by = {Kind.SEND_F: (Kind.F,), Kind.SEND_B: (Kind.I, Kind.B)}
+    orders = [program.compute_order(rank) for rank in range(program.num_ranks)]
     done: set[Action] = set()
     for rank, index, action in _actions(program):
         needed = needed_message(program, action) if action.kind in COMPUTE else None
@@ -198,17 +225,21 @@ def _messages_on_rank(program: Program) -> Iterator[Violation]:
             Action(action.stage, kind, action.microbatch) for kind in made_by.get(action.kind, ())
         ]
         if makers and done.isdisjoint(makers):
-            yield Violation(rank, index, f"{action} comes before {_later(program, tuple(makers))}")
+            yield Violation(rank, index, f"{action} comes before {_present(orders, makers)}")
         done.add(action)
 
 
 def _matching(program: Program) -> Iterator[Violation]:
-    """Each SEND meets exactly one RECV, in one order between any two ranks, and none is for nobody.
-    """
-    wires: dict[tuple[int, int], tuple[list, list]] = defaultdict(lambda: ([], []))
+    """Each SEND meets exactly one RECV, in one order between any two ranks."""
+    wires: dict[tuple[int, int], tuple[list[Posted], list[Posted]]]
+    wires = defaultdict(lambda: ([], []))  # (sender, receiver) -> its SENDs, the other's RECVs
+    seen: set[Action] = set()
     for rank, index, action in _actions(program):
-        if action.kind not in SENDS | RECEIVES:
+        if action.kind not in SENDS and action.kind not in RECEIVES:
             continue
+        if action in seen:
+            yield Violation(rank, index, f"{action} comes twice")
+        seen.add(action)
         if not 0 <= action.other_end.stage < program.num_stages:
             yield Violation(rank, index, f"{action} has no stage at its other end")
         elif program.peer(action) == rank:
@@ -221,7 +252,9 @@ def _matching(program: Program) -> Iterator[Violation]:
         yield from _mismatches(sender, receiver, sends, recvs)
 
 
-def _mismatches(sender: int, receiver: int, sends: list, recvs: list) -> Iterator[Violation]:
+def _mismatches(
+    sender: int, receiver: int, sends: list[Posted], recvs: list[Posted]
+) -> Iterator[Violation]:
     expected = {send.other_end for _, send in sends}
     posted = {recv for _, recv in recvs}
     for index, send in sends:
@@ -230,15 +263,10 @@ def _mismatches(sender: int, receiver: int, sends: list, recvs: list) -> Iterato
     for index, recv in recvs:
         if recv not in expected:
             yield Violation(receiver, index, f"{recv} meets no {recv.other_end} on rank {sender}")
-    for (_, send), (index, recv) in zip(sends, recvs, strict=False):
+    for (_, send), (index, recv) in zip(sends, recvs, strict=True):
         if send.other_end != recv:
             finding = f"rank {sender} sends {send} where rank {receiver} expects {recv}"
             yield Violation(receiver, index, finding)
-    if len(sends) != len(recvs):
-        rank, (index, extra) = (
-            (sender, sends[-1]) if len(sends) > len(recvs) else (receiver, recvs[-1])
-        )
-        yield Violation(rank, index, f"{extra} comes twice")
 
 
 def _reductions(program: Program) -> Iterator[Violation]:
@@ -273,42 +301,54 @@ def _reductions(program: Program) -> Iterator[Violation]:
 def _deadlock(program: Program) -> Iterator[Violation]:
     """Run as `rendezvous` describes, every rank reaches its end."""
     stuck = Rendezvous(program, Costs.of(program.num_stages)).outcome().stuck
-    if stuck:
-        circle = _circle(program, stuck)
-        waits = ", ".join(
-            f"rank {rank} in {program.steps[rank][stuck[rank]]} waits for rank {other}"
-            for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
-        )
-        yield Violation(circle[0], stuck[circle[0]], waits)
+    if not stuck:
+        return
+    heads = {rank: program.steps[rank][index].actions for rank, index in stuck.items()}
+    waits = {}
+    for rank, head in heads.items():
+        for action in head:
+            other = program.peer(action)
+            # Where the other end is at the head as well, both wait for some third message.
+            if program.other_end(action) not in heads[other]:
+                waits[rank] = (action, other)
+    circle = _circle({rank: other for rank, (_, other) in waits.items()})
+    finding = ", ".join(
+        f"rank {rank} in {waits[rank][0]} waits for rank {waits[rank][1]}" for rank in circle
+    )
+    yield Violation(circle[0], stuck[circle[0]], finding)
 
 
-def _circle(program: Program, stuck: dict[int, int]) -> list[int]:
-    """Ranks that wait for each other: each for the next, the last for the first."""
-    path = [min(stuck)]
-    while True:
-        step = program.steps[path[-1]][stuck[path[-1]]]
-        others = [_other_rank(program, action) for action in step.actions]
-        # The other end may be at the head too, and wait for a third; go where it isn't.
-        waited = next(
-            rank
-            for rank, action in zip(others, step.actions, strict=True)
-            if rank in stuck and not _at_head(program, stuck, rank, action)
-        )
-        if waited in path:
-            return path[path.index(waited) :]
-        path.append(waited)
+def _circle_of_orders(
+    program: Program, orders: Sequence[Sequence[Action]], timeline: Timeline
+) -> Violation | None:
+    """Ranks that would wait for each other even if messages took no time."""
+    made = {span.action for row in timeline for span in row}
+    waits = {}
+    for rank, (order, row) in enumerate(zip(orders, timeline, strict=True)):
+        if len(row) < len(order):
+            action = order[len(row)]
+            waits[rank] = (action, _present(orders, missing_input(program, action, made)))
+    if not waits:
+        return None
+    owner = {rank: program.rank_of_stage(maker.stage) for rank, (_, maker) in waits.items()}
+    circle = _circle(owner)
+    finding = ", ".join(
+        f"rank {rank} in {waits[rank][0]} waits for {waits[rank][1]} of rank {owner[rank]}"
+        for rank in circle
+    )
+    return Violation(circle[0], len(timeline[circle[0]]), finding)
 
 
-def _other_rank(program: Program, action: Action) -> int:
-    if action.kind is Kind.REDUCE_TIED:
-        return program.rank_of_stage(program.num_stages - 1 - action.stage)
-    return program.peer(action)
+def _circle(waits_for: dict[int, int]) -> list[int]:
+    """Ranks of which each waits for the next, the last for the first.
 
-
-def _at_head(program: Program, stuck: dict[int, int], rank: int, action: Action) -> bool:
-    if action.kind is Kind.REDUCE_TIED:
-        return False
-    return action.other_end in program.steps[rank][stuck[rank]].actions
+    Args:
+        waits_for: rank -> the rank that it waits for, which waits as well.
+    """
+    path = [min(waits_for)]
+    while (following := waits_for[path[-1]]) not in path:
+        path.append(following)
+    return path[path.index(following) :]
 
 
 def _in_flight_bound(program: Program) -> Iterator[Violation]:
@@ -334,17 +374,19 @@ def _peak(order: tuple[Action, ...], freed_by: set[Kind], pipeline: Pipeline) ->
     return peak
 
 
-ORDER_RULES = (
+COMPUTE_RULES = (
     Rule("placement", _placement),
     Rule("completeness", _completeness),
     Rule("data dependencies", _order_on_rank),
 )
 
+# An earlier rule is what a later one stands on: `no deadlock` takes each message to have its other
+# end.
 RULES = (
-    *ORDER_RULES,
+    *COMPUTE_RULES,
     Rule("data dependencies", _messages_on_rank),
     Rule("matching messages", _matching),
-    Rule("no deadlock", _deadlock),
     Rule("reductions", _reductions),
+    Rule("no deadlock", _deadlock),
     Rule("in-flight bound", _in_flight_bound),
 )
