@@ -300,9 +300,11 @@ def paths_are_distinct(config: Config) -> None:
 def synthetic_stands_alone(config: Config) -> None:
     """Made-up tokens have no size to blend by, and no tokenizer to agree with."""
     paths = config.data.paths
-    if len(paths) > 1 and "synthetic" in paths:
+    is_one_source = len(paths) == 1 and re.fullmatch(r"synthetic(:0*[1-9]\d*)?", paths[0])
+    if config.data.is_synthetic and not is_one_source:
         raise ConfigError(
-            f'data.paths={toml_value(paths)} blends "synthetic" with token files; keep one kind'
+            f'data.paths={toml_value(paths)}: made-up tokens are one path alone, "synthetic" or '
+            '"synthetic:N" for N samples'
         )
 
 

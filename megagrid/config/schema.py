@@ -154,7 +154,8 @@ class DataConfig(Section):
     """What the run reads."""
 
     paths: list[str] = Field(min_length=1)
-    """Prefixes written by `megagrid data prepare`, or "synthetic"."""
+    """Prefixes written by `megagrid data prepare`; or made-up tokens: "synthetic", without end, or
+    "synthetic:N", N samples."""
     weights: list[NonNegativeFloat] | None = None
     """Share of samples drawn from each path; None: by their size."""
     valid_fraction: BelowOne = 0.01
@@ -165,6 +166,11 @@ class DataConfig(Section):
     """Where index caches lie; None: beside each prefix."""
     prefetch: NonNegativeInt = 2
     """Steps of batches that a background thread reads ahead."""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether any of the paths stands for made-up tokens."""
+        return any(path.partition(":")[0] == "synthetic" for path in self.paths)
 
 
 class EvaluationConfig(Section):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from megagrid.errors import GridError
 
+LAUNCHER = "MEGAGRID_LAUNCHER"
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -22,6 +24,8 @@ class RankEnvironment:
         local_rank: number among the ranks of its node, `local_world_size` of them.
         node: number of its node.
         master_address, master_port: where rank 0 listens; None for a run of one.
+        launcher_reports: whether the launcher tells the user of a rank's mistake, as
+            `megagrid train` does. Under any other, rank 0 tells it.
     """
 
     rank: int = 0
@@ -31,6 +35,7 @@ class RankEnvironment:
     node: int = 0
     master_address: str | None = None
     master_port: int | None = None
+    launcher_reports: bool = False
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
@@ -61,18 +66,20 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         node=_number(environ, "GROUP_RANK", default=rank // local_world_size),
         master_address=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
+        launcher_reports=LAUNCHER in environ,
     )
 
 
 def environment_for_ranks(
     local_world_size: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What ranks started from this process inherit: its environment, and a share of the cores.
+    """What ranks started by `megagrid train` inherit: its environment, and a share of the cores.
 
     torch would give every rank a thread per core, and ranks that wait for each other while their
     threads fight for cores are many times slower. A stated OMP_NUM_THREADS wins.
     """
-    return {"OMP_NUM_THREADS": str(max(1, cores() // local_world_size)), **environ}
+    threads = max(1, cores() // local_world_size)
+    return {"OMP_NUM_THREADS": str(threads), **environ, LAUNCHER: "1"}
 
 
 def cores() -> int:

@@ -51,21 +51,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:
-    """One rank of a run. Rank 0 speaks for all: a mistake in a recipe is the same on each.
+    """One rank of a run.
 
-    A mistake that only another rank meets reaches the user through the launcher's report.
+    Most mistakes are met by every rank, and must be told once: by the launcher, which reads what
+    ranks record, or by rank 0 where the launcher doesn't know us.
     """
+    environment = bootstrap.read()
     try:
-        environment = bootstrap.read()
         config = load_recipe(arguments)
         check(config, environment.world_size)
         return _train(config)
     except MegagridError as error:
-        # Ranks have torch loaded in any case, unless the mistake came before it was needed.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-        if bootstrap.read().rank == 0:
+        if environment.rank == 0 and not environment.launcher_reports:
             raise
         return USER_MISTAKE
 
@@ -82,22 +82,16 @@ def _check_inputs(config: Config) -> None:
     Raises:
         DataError, CheckpointError: naming the key and the path.
     """
-    for index, path in enumerate(config.data.paths):
-        if path != "synthetic" and not _has_files(Path(path)):
-            raise DataError(
-                f"data.paths[{index}]={toml_value(path)} has no token files; write them with "
-                "`megagrid data prepare`"
-            )
+    from megagrid.data.indexed import IndexedTokens  # numpy, which --show-config doesn't need
+
+    for index, path in enumerate(config.data.paths if not config.data.is_synthetic else ()):
+        try:
+            IndexedTokens(path)
+        except DataError as error:
+            raise DataError(f"data.paths[{index}]={toml_value(path)}: {error}") from None
     resume = config.checkpoint.resume
     if resume not in (None, "latest") and not Path(resume).is_dir():
         raise CheckpointError(
             f"checkpoint.resume={toml_value(resume)} isn't a folder; name a checkpoint's, "
             'a run\'s, or "latest"'
         )
-
-
-def _has_files(prefix: Path) -> bool:
-    """Whether any file is called `prefix` with something behind a dot."""
-    if not prefix.parent.is_dir():
-        return False
-    return any(file.name.startswith(f"{prefix.name}.") for file in prefix.parent.iterdir())

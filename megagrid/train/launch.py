@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -57,29 +58,32 @@ def main(argv: Sequence[str]) -> int:
     count, *arguments = argv
     # Failures are reported below, once and in a line; torchrun's own report is a page.
     logging.disable(logging.ERROR)
-    # --standalone lets the system choose the port, so that two runs on a host never collide.
-    options = run.parse_args(
-        ["--standalone", "--nproc-per-node", count, "-m", "megagrid", *arguments]
-    )
-    try:
-        run.run(options)
-    except ChildFailedError as error:
-        return _report(error)
-    except SignalException as error:
-        return 128 + error.sigval
+    # torchrun leaves its folder for what ranks record behind, wherever it is, so it gets a
+    # passing one. --standalone lets the system choose the port: two runs on a host never collide.
+    with tempfile.TemporaryDirectory(prefix="megagrid-") as folder:
+        options = ["--standalone", "--nproc-per-node", count, "--log-dir", folder]
+        try:
+            run.run(run.parse_args([*options, "-m", "megagrid", *arguments]))
+        except ChildFailedError as error:
+            return _report(error)
+        except SignalException as error:
+            return 128 + error.sigval
     return 0
 
 
 def _report(error: ChildFailedError) -> int:
-    """Say which rank failed first, unless it said so itself; the exit code to leave with."""
+    """Tell the user why the ranks ended, in one line; the exit code to leave with.
+
+    A mistake of the user comes first: a rank that waited for the one that met it fails as well.
+    """
     failures = error.failures
-    rank, first = error.get_first_failure()
-    if 0 in failures and failures[0].exitcode == USER_MISTAKE:
-        return USER_MISTAKE  # rank 0 has told its mistake, which is everyone's
-    if first.exitcode == USER_MISTAKE:
-        text = first.message["message"] if isinstance(first.message, dict) else first.message
-        print(f"error: rank {rank}: {text.partition(': ')[2] or text}", file=sys.stderr)
+    mistaken = [rank for rank, failure in failures.items() if failure.exitcode == USER_MISTAKE]
+    if mistaken:
+        message = failures[min(mistaken)].message
+        text = message["message"].partition(": ")[2] if isinstance(message, dict) else message
+        print("error:", " ".join(text.splitlines()), file=sys.stderr)
         return USER_MISTAKE
+    rank, first = error.get_first_failure()
     if first.exitcode < 0:
         ended = f"was ended by {signal.Signals(-first.exitcode).name}"
     else:

@@ -276,7 +276,10 @@ MISTAKES = {
         'data.paths=["a", "a"]', told=('data.paths names "a" twice', "data.weights")
     ),
     "synthetic among files": override(
-        'data.paths=["a", "synthetic"]', told=("data.paths=", '"synthetic"', "keep one kind")
+        'data.paths=["a", "synthetic"]', told=('["a", "synthetic"]', "one path alone")
+    ),
+    "no synthetic samples": override(
+        'data.paths=["synthetic:0"]', told=('["synthetic:0"]', '"synthetic:N" for N samples')
     ),
     "evaluation without documents": override(
         "evaluation.interval=5",
