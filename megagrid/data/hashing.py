@@ -48,7 +48,7 @@ class Permutation:
     """
 
     ROUNDS = 6
-    # A round that mixes one or two bits has hardly any choice; eight values a side is enough.
+    # With one or two bits a side, some orders come visibly more often than others.
     MIN_HALF_BITS = 3
 
     def __init__(self, size: int, *key: int | str):

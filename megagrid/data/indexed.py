@@ -136,7 +136,7 @@ class IndexedTokens:
         self._check_size(
             len(tokens), self.header.tokens * self.header.dtype.itemsize, bin_path(prefix)
         )
-        if _edges(tokens) != self.header.edges:
+        if edges_digest(tokens) != self.header.edges:
             raise DataError(
                 f"{bin_path(prefix)} is not what {idx_path(prefix)} describes; {REMEDY}"
             )
@@ -266,7 +266,7 @@ class IndexedWriter:
             raise DataError(f"nothing to write to {bin_path(self.prefix)}: the input has no tokens")
         binary, index = self._temporary
         with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-            edges = _edges(raw)
+            edges = edges_digest(raw)
         header = Header(
             self.dtype,
             len(lengths),
@@ -310,7 +310,8 @@ def _map(path: Path, prefix: str | Path) -> mmap.mmap:
         raise DataError(f"{path} is truncated: it is empty; {REMEDY}") from None
 
 
-def _edges(raw: mmap.mmap) -> bytes:
+def edges_digest(raw: mmap.mmap) -> bytes:
+    """`Header.edges` of a mapped token file."""
     return hashlib.blake2b(raw[:_EDGE] + raw[-_EDGE:], digest_size=8).digest()
 
 
