@@ -1,0 +1,142 @@
+"""The parameters that a rank holds: their shapes, their units, and which gradients are summands.
+
+Pure arithmetic on the config, made independently of the modules that it describes, so that each
+checks the other. Of a layer, with h hidden, f ffn, q = heads x head_dim, k = kv_heads x head_dim,
+and t ranks along tp, c of which share each key/value head:
+
+    attention_norm   h                       mlp_norm    h
+    qkv              (q + 2kc) / t, h        gate, up    2f / t, h  (gpt: up alone, f / t, h)
+    wo               h, q / t                down        h, f / t
+
+A gpt's layer has a bias to each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megagrid.config.schema import ModelConfig
+
+NO_ROWS = range(0)
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter as one tp rank has it, before fully_shard cuts dim 0 over dp.
+
+    Attributes:
+        shape: local shape, padding of the vocabulary included.
+        summands: rows, by axis, of whose gradient each rank of that axis has a summand only.
+    """
+
+    shape: tuple[int, ...]
+    summands: tuple[tuple[str, range], ...] = ()
+
+    def gathered(self, dp: int) -> int:
+        """Elements once gathered: dim 0 padded to a multiple of `dp`."""
+        rows, *rest = self.shape
+        return -(-rows // dp) * dp * math.prod(rest)
+
+    def summand_elements(self, axis: str, dp: int, dp_rank: int) -> int:
+        """Elements, among the rows that `dp_rank` of `dp` holds, that are summed over `axis`."""
+        rows, *rest = self.shape
+        chunk = -(-rows // dp)
+        first, last = dp_rank * chunk, min(dp_rank * chunk + chunk, rows)
+        mine = sum(
+            max(0, min(last, part.stop) - max(first, part.start))
+            for name, part in self.summands
+            if name == axis
+        )
+        return mine * math.prod(rest)
+
+
+Unit = tuple[LocalParameter, ...]
+"""The parameters that fully_shard gathers together."""
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """How a model is split over the tp axis, as one of its ranks sees it."""
+
+    model: ModelConfig
+    tp: int
+    tp_rank: int
+    sequence_parallel: bool
+
+    @property
+    def kv_copies(self) -> int:
+        """Ranks of tp that hold the same key/value head."""
+        return max(1, self.tp // self.model.num_kv_heads)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the padded vocabulary on each rank."""
+        unit = self.model.make_vocab_size_divisible_by * self.tp
+        return -(-self.model.vocab_size // unit) * unit // self.tp
+
+    def layer(self) -> Unit:
+        """The parameters of one layer."""
+        model, t = self.model, self.tp
+        h, f = model.hidden_size, model.ffn_hidden_size
+        q = model.num_heads * model.head_dim // t
+        k = model.num_kv_heads * self.kv_copies * model.head_dim // t
+        up = f // t * (2 if model.family == "llama" else 1)
+        shared = (("kv", range(q, q + 2 * k)),) if self.kv_copies > 1 else ()
+        matrices = (
+            LocalParameter((q + 2 * k, h), shared),
+            LocalParameter((h, q)),
+            LocalParameter((up, h)),
+            LocalParameter((h, f // t)),
+        )
+        if model.family == "llama":
+            return (*self.norm(), *self.norm(), *matrices)
+        biases = (
+            LocalParameter((q + 2 * k,), shared),
+            self._whole(h),
+            LocalParameter((up,)),
+            self._whole(h),
+        )
+        return (*self.norm(), *self.norm(), *matrices, *biases)
+
+    def norm(self) -> Unit:
+        """A norm's weight, and its bias if it has one."""
+        return (self._whole(self.model.hidden_size),) * (1 if self.model.family == "llama" else 2)
+
+    def positions(self) -> Unit:
+        """Learned positions; nothing where they are rotations."""
+        if self.model.family == "llama":
+            return ()
+        return (self._whole(self.model.max_seq_length, self.model.hidden_size),)
+
+    def table(self, *, in_two_stages: bool) -> LocalParameter:
+        """The embedding or the head. If both are one and lie `in_two_stages`, each stage has a
+        summand of the rows that aren't padding."""
+        first = self.tp_rank * self.vocab_rows
+        rows = max(0, min(self.vocab_rows, self.model.vocab_size - first))
+        summands = (("embedding", range(rows)),) if in_two_stages else ()
+        return LocalParameter((self.vocab_rows, self.model.hidden_size), summands)
+
+    def ends(self, *, is_first: bool, is_last: bool) -> Unit:
+        """What a stage has beside its layers: the unit that fully_shard makes of the rest."""
+        tied = self.model.tied_embeddings
+        table = self.table(in_two_stages=tied and not (is_first and is_last))
+        unit: list[LocalParameter] = []
+        if is_first:
+            unit += [table, *self.positions()]
+        if is_last:
+            unit += self.norm()
+        if is_last and not (tied and is_first):
+            unit.append(table)
+        return tuple(unit)
+
+    def _whole(self, *shape: int) -> LocalParameter:
+        """The same on every tp rank; under sequence parallelism each sees a share of tokens."""
+        partial = self.sequence_parallel and self.tp > 1
+        return LocalParameter(shape, (("tp", range(shape[0])),) if partial else ())
+
+
+def summand_elements(units: Sequence[Unit], axis: str, dp: int, dp_rank: int) -> int:
+    """Elements that a rank sums over `axis` once a step."""
+    return sum(p.summand_elements(axis, dp, dp_rank) for unit in units for p in unit)
