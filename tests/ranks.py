@@ -406,9 +406,15 @@ def _attempt(call: Call, store: Any) -> Outcome:
 
 
 def _take_down() -> None:
-    """Close every group. Those that only garbage refers to would keep threads and sockets."""
-    import torch.distributed as dist
+    """Close every group. Those that only garbage refers to would keep threads and sockets.
 
+    DTensor remembers what its ops return, device mesh included; a mesh of the next call that
+    looks the same would be taken for this one's, whose groups are gone.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
