@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from megagrid.checkpoint import Entry, load, save
 from megagrid.checkpoint.manifest import read_manifest
+from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Axis
 from megagrid.nn.layout import Box
 from tests.checkpoint.cuts import (
@@ -39,7 +40,7 @@ def all_entries(states: list[RankState]) -> list[Entry]:
     return [entry for state in states for entry in state.entries]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), product(GRIDS, GRIDS), ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), list(product(GRIDS, GRIDS)), ids=str)
 def test_any_grid_loads_on_any_other(saved: GridShape, loaded: GridShape, tmp_path: Path) -> None:
     """One process stands for all ranks of a grid: it holds the boxes of all of them."""
     states = rank_states(saved)
@@ -126,11 +127,11 @@ def test_any_rectangles_are_filled_from_any_others(
     assert torch.equal(read, whole)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_a_checkpoint_without_megagrid(tmp_path: Path) -> None:
     states = rank_states(GridShape(tp=2, dp=2))
     for state in states:
         state.fill()
-    # One call per rank would write one file per rank; the boxes of all of them are all the same.
     checkpoint = save(tmp_path, all_entries(states), {"step": 1})
     shapes = {name: tensor.shape for name, tensor in read_manifest(checkpoint).tensors.items()}
     read = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -177,8 +178,6 @@ def test_boxes_that_overlap_fail_the_save(tmp_path: Path) -> None:
 
 
 def test_widening_is_exact_and_narrowing_is_refused(tmp_path: Path) -> None:
-    from megagrid.errors import CheckpointError
-
     def whole(values: torch.Tensor) -> list[Entry]:
         return [Entry("w", (8,), Box((0,), (8,)), values, True)]
 
