@@ -59,6 +59,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+GRADIENTS = frozenset({Kind.B, Kind.W})  # each gives a microbatch's part of the weight gradient
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})

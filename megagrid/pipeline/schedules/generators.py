@@ -25,6 +25,10 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965).
 
     Holds every microbatch; idle for (p-1)/(m+p-1) of the time.
+
+        rank 0  F0 F1 F2 .  .  .  .  .  .  B0--- B1--- B2---
+        rank 1  .  F0 F1 F2 .  .  .  B0--- B1--- B2--- .  .
+        rank 2  .  .  F0 F1 F2 B0--- B1--- B2--- .  .  .  .
     """
 
     def order(rank: int) -> Order:
@@ -45,6 +49,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Sched
     """One forward, one backward, once the pipeline is full (Narayanan et al., arXiv 2006.09503).
 
     The idle time of GPipe, (p-1)/(m+p-1), but rank r holds only p-r microbatches.
+
+        rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+        rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+        rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
     """
 
     def order(rank: int) -> Order:
@@ -72,6 +80,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Sche
     likewise, last chunk first. The idle time of 1F1B shrinks by the factor `chunks`; rank r holds
     2(p-r-1) + (chunks-1)p + 1 activations, each of a stage that is `chunks` times smaller. Where
     p doesn't divide m, the last group is short.
+
+        rank 0  0F0 0F1 2F0 2F1 .   .   2B0---- .   2B1---- 0B0---- 0B1----
+        rank 1  .   1F0 1F1 3F0 3B0---- 3F1 3B1---- 1B0---- 1B1---- .   .
     """
     padded = -(-num_microbatches // num_ranks) * num_ranks
     group = num_ranks * chunks
@@ -111,6 +122,10 @@ def zb1p(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     microbatches, which fills both the bubble while gradients come in and the one at the end, and
     lets every rank hold the p microbatches that 1F1B's first rank holds. What is left is
     (p-1)(T_F + T_I - T_W) of idle time, a third of 1F1B's where the three are equal.
+
+        rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
 
     def order(rank: int) -> Order:
@@ -142,6 +157,9 @@ def zbv(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     the first begins and a microbatch's gradient comes back without crossing the pipeline first. No
     rank is idle between its first and its last action if T_F = T_I = T_W and m ≥ 2p-1. A rank
     holds 2p activations of stages half as large as 1F1B's, which is 1F1B's first rank's memory.
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
+        rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     padded = max(num_microbatches, 2 * num_ranks - 1)
 
@@ -192,6 +210,9 @@ def forward_only(
 
     A rank that could run several stages runs the deepest, so that microbatches leave the
     pipeline as soon as they can and few inputs wait.
+
+        rank 0  0F0 0F1 0F2 3F0 .   3F1 .   3F2
+        rank 1  .   1F0 2F0 1F1 2F1 1F2 2F2 .
 
     Raises:
         ScheduleError: the placement isn't one rank per stage, or leaves a rank out.

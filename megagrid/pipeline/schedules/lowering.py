@@ -10,9 +10,10 @@ take nothing. A message's *tick* is the time at which its tensor is made there, 
 
 1. a rank's messages of one tick are one batch, and batches are posted in the order of ticks;
 2. a batch with a SEND is posted right after the action that makes its tensor;
-3. a batch of RECVs alone is posted before the last action that starts before the tick: the peer
-   never waits for the rank to arrive, the transfer overlaps that action, and buffers of receives
-   that nobody can fill yet aren't held.
+3. a batch of RECVs alone is posted before the last action that starts before the tick. On the ideal
+   timeline the peer then never waits for the rank, and the transfer overlaps that action. Earlier
+   would only hold the buffer for longer, and on one stream a batch that waits for a late peer
+   keeps everything behind it waiting too.
 
 Nothing can deadlock: take the smallest tick with an unfinished message. On both of its ranks all
 earlier batches are done, and the batch that holds it is posted, or will be after actions that start
@@ -35,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megagrid.pipeline.schedules.action import Action, Kind, Step
+from megagrid.pipeline.schedules.action import SENDS, Action, Kind, Step
 from megagrid.pipeline.schedules.schedule import Program, Schedule
 from megagrid.pipeline.schedules.timing import Span, Time, Timeline
 from megagrid.pipeline.schedules.verify import check_orders
@@ -67,7 +68,7 @@ def lower(schedule: Schedule, tied: bool = False) -> Program:
         schedule.placement,
         schedule.max_in_flight,
         tuple(tuple(map(Step.of, order)) for order in schedule.orders),
-        tied=tied and schedule.num_stages > 1 and not schedule.forward_only,
+        tied=tied,
         forward_only=schedule.forward_only,
     )
     steps = [
@@ -105,7 +106,7 @@ def _woven(
     starts = [span.start for span in row]
     position = 0
     for tick in sorted(messages):
-        if any(message.kind in (Kind.SEND_F, Kind.SEND_B) for message in messages[tick]):
+        if any(message.kind in SENDS for message in messages[tick]):
             position = ends[tick] + 1
         else:
             position = max(position, bisect_left(starts, tick) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megagrid.pipeline.schedules.action import COMPUTE, Action, Kind, ScheduleError, Step
+from megagrid.pipeline.schedules.action import COMPUTE, GRADIENTS, Action, Kind, ScheduleError, Step
 
 
 def loop_placement(num_ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -104,10 +104,13 @@ class Program(Pipeline):
         return self.placement[self.other_end(action).stage]
 
     def tied_ends(self) -> tuple[int, ...]:
-        """The stages of which a REDUCE_TIED is due: none, both ends, or the first for both."""
-        if not self.tied:
-            return ()
+        """The stages of which a REDUCE_TIED is due: none, both ends, or the first for both.
+
+        A pipeline of one stage has one parameter for both ends, and nothing to sum.
+        """
         first, last = 0, self.num_stages - 1
+        if not self.tied or self.forward_only or first == last:
+            return ()
         return (first,) if self.placement[first] == self.placement[last] else (first, last)
 
     def compute_order(self, rank: int) -> tuple[Action, ...]:
@@ -123,7 +126,7 @@ class Program(Pipeline):
         last = None
         for step in self.steps[self.placement[stage]]:
             action = step.actions[0]
-            if action.stage == stage and action.kind in (Kind.B, Kind.W):
+            if action.stage == stage and action.kind in GRADIENTS:
                 last = action
         return last
 
