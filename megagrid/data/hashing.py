@@ -48,13 +48,11 @@ class Permutation:
     """
 
     ROUNDS = 6
-    # With one or two bits a side, some orders come visibly more often than others.
-    MIN_HALF_BITS = 3
 
     def __init__(self, size: int, *key: int | str):
         self.size = size
         bits = max(size - 1, 1).bit_length()
-        self._half_bits = max((bits + 1) // 2, self.MIN_HALF_BITS)
+        self._half_bits = (bits + 1) // 2
         self._round_keys = [key64("permutation", *key, n) for n in range(self.ROUNDS)]
 
     def __call__(self, index: int) -> int:

