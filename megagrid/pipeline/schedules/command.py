@@ -18,6 +18,7 @@ from megagrid.pipeline.schedules.timing import Costs, Time
 from megagrid.pipeline.schedules.verify import VerifyReport, verify
 
 _SIZES = {"ranks": 4, "microbatches": 8, "virtual": 1}
+_MAX_FORWARDS = 100_000  # seconds of work; more is a typing error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +72,13 @@ def _source(args: argparse.Namespace) -> Schedule | Program:
     stated = {key: getattr(args, key) for key in _SIZES if getattr(args, key) is not None}
     if args.file is None:
         sizes = _SIZES | stated
+        forwards = sizes["ranks"] * sizes["microbatches"] * sizes["virtual"]
+        if forwards > _MAX_FORWARDS:
+            raise ScheduleError(
+                f"{sizes['ranks']} ranks x {sizes['microbatches']} microbatches x"
+                f" {sizes['virtual']} stages a rank are {forwards} forwards;"
+                f" stay within {_MAX_FORWARDS}"
+            )
         return generate(args.name, sizes["ranks"], sizes["microbatches"], sizes["virtual"])
     source = load(args.file)
     if stated or (args.tied and isinstance(source, Program)):

@@ -11,8 +11,9 @@ the same microbatch, and what is left of an order that can run can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from megagrid.pipeline.schedules.action import Action, Kind, ScheduleError
 from megagrid.pipeline.schedules.schedule import Schedule, loop_placement, v_placement
@@ -116,7 +117,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Sche
 
 
 def zb1p(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B with its backward split in two: ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3).
+    """1F1B with its backward split in two: ZB-H1 (Qi et al., arXiv 2401.10241, 2.1).
 
     The input gradient goes upstream at once. Rank r puts off each weight gradient by r
     microbatches, which fills both the bubble while gradients come in and the one at the end, and
@@ -259,13 +260,16 @@ class Generator:
     max_chunks: int | None = 1
 
 
-GENERATORS: dict[str, Generator] = {
-    "GPipe": Generator(gpipe),
-    "1F1B": Generator(one_f_one_b),
-    "Interleaved1F1B": Generator(interleaved_1f1b, min_chunks=2, max_chunks=None),
-    "ZB1P": Generator(zb1p),
-    "ZBV": Generator(zbv, min_chunks=2, max_chunks=2),
-}
+GENERATORS: Mapping[str, Generator] = MappingProxyType(
+    {
+        "GPipe": Generator(gpipe),
+        "1F1B": Generator(one_f_one_b),
+        "Interleaved1F1B": Generator(interleaved_1f1b, min_chunks=2, max_chunks=None),
+        "ZB1P": Generator(zb1p),
+        "ZBV": Generator(zbv, min_chunks=2, max_chunks=2),
+    }
+)
+"""Name, as in a recipe's `pipeline_schedule` -> how to write it."""
 
 
 def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
@@ -281,11 +285,11 @@ def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
     least, most = GENERATORS[name].min_chunks, GENERATORS[name].max_chunks
     chunks = least if least == most and virtual_stages == 1 else virtual_stages
     if chunks < least or (most is not None and chunks > most):
-        wanted = f"exactly {least}" if least == most else f"{least} or more"
+        wanted = f"{least}" if least == most else f"{least} or more"
         others = [other for other, row in GENERATORS.items() if _fits(row, virtual_stages)]
         hint = f", or choose {' or '.join(others)}" if others else ""
         raise ScheduleError(
-            f"{name} has {wanted} stages a rank, not {virtual_stages}; set that{hint}"
+            f"{name} takes {wanted} as stages a rank, not {virtual_stages}; set that{hint}"
         )
     return chunks
 

@@ -79,7 +79,8 @@ class Costs:
 
     def message(self, action: Action) -> Time:
         """How long a SEND and its RECV take, once both ends are there."""
-        return self.p2p[min(action.stage, action.other_end.stage)]
+        towards_next = action.kind in (Kind.SEND_F, Kind.RECV_B)
+        return self.p2p[action.stage if towards_next else action.stage - 1]
 
 
 def ratio(part: Time, whole: Time) -> Fraction | float:

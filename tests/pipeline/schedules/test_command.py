@@ -51,6 +51,7 @@ def test_what_can_not_run_is_drawn_and_refused(capsys, tmp_path):
         ("GPipe --file x", "state a schedule"),
         ("GPipe --stages 0", "must be 1 or more"),
         ("GPipe --svg /nowhere/x.svg", "/nowhere/x.svg: can't be written"),
+        ("GPipe --microbatches 1000000000", "stay within 100000"),
         ("GPipe --cost 0 1 1 1", "forward=0 must be above 0"),
     ],
 )
