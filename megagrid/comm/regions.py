@@ -8,7 +8,7 @@ the gradient of the layer that isn't:
     enter            | identity            | all-reduce          | column-parallel input
     leave            | all-reduce          | identity            | row-parallel output, embedding
     enter_sequence   | all-gather on s     | reduce-scatter on s | column-parallel input under SP
-    leave_sequence   | reduce-scatter on s | all-gather on s     | row-parallel output, embedding, SP
+    leave_sequence   | reduce-scatter on s | all-gather on s     | the same two under SP
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) what lies between a `leave` and
 the next `enter`, norms, dropout and residuals, is sharded along the sequence:

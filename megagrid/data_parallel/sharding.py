@@ -64,9 +64,7 @@ def shard_stage(stage: DecoderStage, grid: Grid, strategy: Strategy, precision: 
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     blocks = list(stage.layers.values())
     for unit in (*blocks, stage):
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not strategy.holds
-        )
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not strategy.holds)
         # Neither setting reaches the units below, so each is told. The sum is asked for by name
         # because a divide factor alone makes a reduction that gloo doesn't have.
         unit.set_gradient_divide_factor(1.0)
@@ -95,7 +93,7 @@ def dp_mesh(dp: Axis, device: torch.device, strategy: Strategy) -> DeviceMesh:
 
 
 class GradientSync:
-    """Tells a stage's units, before each backward, whether the step's gradients are now complete."""
+    """Tells a stage's units, before each backward, whether it completes the step's gradients."""
 
     def __init__(self, stage: DecoderStage, strategy: Strategy) -> None:
         self._stage = stage if isinstance(stage, FSDPModule) else None

@@ -1,6 +1,6 @@
 """The machines a grid runs on. Pure arithmetic, no torch.
 
-    cluster = 2 nodes x 4 ranks          node 0: 0 1 2 3      node 1: 4 5 6 7
+cluster = 2 nodes x 4 ranks          node 0: 0 1 2 3      node 1: 4 5 6 7
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ class StageShare:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Shape: (s, b, h), or (s / tp, b, h) under SP."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Shape: (s, b, h) -> same, or (s / tp, b, h) -> same under sequence parallelism.
+    """
 
     def __init__(
         self, place: str, model: ModelConfig, architecture: Architecture, axes: ModelAxes
@@ -113,11 +116,11 @@ class Block(nn.Module):
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
         self.mlp = architecture.mlp(model.hidden_size, model.ffn_hidden_size, axes.tp, **linear)
 
-    def forward(
-        self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None
-    ) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rope, streams), "attention", streams)
-        return x + self._drop(self.mlp(self.mlp_norm(x)), "mlp", streams)
+    def forward(self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None) -> Tensor:
+        branch = self.attention(self.attention_norm(x), rope, streams)
+        x = x + self._drop(branch, "attention", streams)
+        branch = self.mlp(self.mlp_norm(x))
+        return x + self._drop(branch, "mlp", streams)
 
     def _drop(self, x: Tensor, branch: str, streams: DropoutStreams | None) -> Tensor:
         first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
@@ -236,16 +239,17 @@ class DecoderStage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""
-        x = regions.enter(
-            self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel
-        )
+        x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)
 
 
 class Head(nn.Module):
-    """Logits from hidden states, the vocabulary's rows split over tp. Shape: (s, b, h) -> (s, b, V / tp).
+    """Logits from hidden states, the vocabulary's rows split over tp.
 
-    `shared_over`: the axis whose other rank holds the same matrix as embedding, if tied.
+    Args:
+        shared_over: the axis whose other rank holds the same matrix as embedding, if tied.
+
+    Shape: (s, b, h) -> (s, b, padded vocabulary / tp).
     """
 
     def __init__(
@@ -259,9 +263,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         name = "head.weight" if shared_over is None else "embedding.weight"
-        layout = vocab_layout(
-            name, model.vocab_size, padded_size, model.hidden_size, axes.tp, init
-        )
+        layout = vocab_layout(name, model.vocab_size, padded_size, model.hidden_size, axes.tp, init)
         if shared_over is not None:
             layout = layout.replicated(shared_over, partial=True)
         self.layouts = {"weight": layout}

@@ -1,1 +1,3 @@
-"""Layers that know their share: each gets the axis it is split over and states where its parameters lie."""
+"""Layers that know their share: each is given the axis it is split over, and states where its
+parameters lie.
+"""

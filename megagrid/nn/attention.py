@@ -23,7 +23,7 @@ from megagrid.nn.rope import rotate
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over a causal mask, between one column- and one row-parallel layer.
+    """softmax(q k^T / sqrt(d)) v under a causal mask, from column- to row-parallel layer.
 
     Args:
         place: global name, the dropout stream's.
@@ -78,9 +78,7 @@ class Attention(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(
-        self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None) -> Tensor:
         """
         Args:
             x: (s, b, h) or its share of s.
@@ -115,6 +113,4 @@ class Attention(nn.Module):
         scores = scores.masked_fill(future, float("-inf"))
         probabilities = scores.softmax(dim=-1)
         place = f"{self.place}.probabilities"
-        return (
-            attention_dropout(probabilities, self.dropout, streams, place, self.first_head) @ v
-        )
+        return attention_dropout(probabilities, self.dropout, streams, place, self.first_head) @ v

@@ -10,9 +10,6 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,9 +70,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.sequence_parallel = sequence_parallel
-        layout = vocab_layout(
-            f"{name}.weight", vocab_size, padded_size, hidden_size, axis, init
-        )
+        layout = vocab_layout(f"{name}.weight", vocab_size, padded_size, hidden_size, axis, init)
         if shared_over is not None:
             layout = layout.replicated(shared_over, partial=True)
         self.layouts = {"weight": layout}

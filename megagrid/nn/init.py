@@ -52,9 +52,7 @@ def initialise(shards: Iterable[ParameterShard], seed: int) -> None:
                 _fill_normal(local, stream, piece.shape, piece.box, piece.init.std)
 
 
-def _fill_normal(
-    out: Tensor, stream: int, shape: tuple[int, ...], box: Box, std: float
-) -> None:
+def _fill_normal(out: Tensor, stream: int, shape: tuple[int, ...], box: Box, std: float) -> None:
     """Fill `out` (box.sizes) with the elements of `box` of the global tensor of `shape`."""
     rows_at_once = max(1, _ELEMENTS_AT_ONCE * box.sizes[0] // max(1, box.numel))
     for first in range(0, box.sizes[0], rows_at_once):

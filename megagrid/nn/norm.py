@@ -43,7 +43,11 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.layouts = {
             kind: Layout(
-                (replicated_piece(f"{name}.{kind}", (size,), axis, init, partial=sequence_parallel),),
+                (
+                    replicated_piece(
+                        f"{name}.{kind}", (size,), axis, init, partial=sequence_parallel
+                    ),
+                ),
                 decay=False,
             )
             for kind, init in (("weight", ONES), ("bias", ZEROS))

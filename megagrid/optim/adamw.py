@@ -61,7 +61,7 @@ class AdamW:
             self._adamw.state[leaf]["step"].fill_(step)
 
     def step(self, lr: float) -> None:
-        """Update the parameters by their gradients at learning rate `lr`, and drop the gradients."""
+        """Update the parameters at learning rate `lr`, and drop their gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for leaf, shard in zip(self._leaves, self.shards, strict=True):

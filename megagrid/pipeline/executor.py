@@ -1,12 +1,12 @@
 """Runs a program: whatever the schedule, one action after the other, as the list says.
 
-    list of this rank        what happens
-    ---------------------    -----------------------------------------------------------------
-    1RECV_F3                 a receive is posted; the rank goes on
-    1F3                      waits for that receive, computes, keeps the output for its send
-    1SEND_F3+1RECV_B1        both are posted at once; the rank goes on
-    1B1                      waits for the gradient, computes, keeps the input's gradient
-    1REDUCE_GRAD             gradients that tp ranks have summands of are added up
+list of this rank        what happens
+---------------------    -----------------------------------------------------------------
+1RECV_F3                 a receive is posted; the rank goes on
+1F3                      waits for that receive, computes, keeps the output for its send
+1SEND_F3+1RECV_B1        both are posted at once; the rank goes on
+1B1                      waits for the gradient, computes, keeps the input's gradient
+1REDUCE_GRAD             gradients that tp ranks have summands of are added up
 """
 
 from __future__ import annotations

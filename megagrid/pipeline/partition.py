@@ -1,6 +1,6 @@
 """Layers to stages, so that the slowest stage is as fast as can be. Pure, no torch.
 
-    5 layers, 2 stages, head as dear as 2 layers:    stage 0: 0 1 2 3      stage 1: 4 + head
+5 layers, 2 stages, head as dear as 2 layers:    stage 0: 0 1 2 3      stage 1: 4 + head
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _levelled(counts: list[int], head_in_layers: float) -> list[int]:
 
 
 def layer_cost(model: ModelConfig) -> int:
-    """Multiply-adds of one layer's forward per token: its matrices, and attention at full length."""
+    """Multiply-adds of a layer's forward per token: matrices, and attention at full length."""
     attention_width = model.num_heads * model.head_dim
     projections = model.hidden_size * (
         2 * attention_width + 2 * model.num_kv_heads * model.head_dim

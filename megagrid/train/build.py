@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megagrid.config.schema import Config
+from megagrid.config.schema import Config, ModelConfig
 from megagrid.data_parallel.sharding import (
     COMPUTE_DTYPES,
     MASTER_DTYPES,
@@ -14,7 +14,7 @@ from megagrid.data_parallel.sharding import (
     GradientSync,
     shard_stage,
 )
-from megagrid.grid.grid import Grid
+from megagrid.grid.grid import Axis, Grid
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
 from megagrid.nn.init import initialise
@@ -111,6 +111,10 @@ def _build(config: Config, grid: Grid, share: StageShare) -> Stage:
     return Stage(module, shards, GradientSync(module, strategy))
 
 
-def stage_modules(engine: Engine) -> list[DecoderStage]:
-    """The modules of this rank's stages, first to last."""
-    return [stage.module for stage in engine.executor.stages.values()]
+def build_whole_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
+    """The model on one device, outside any grid, its parameters unfilled."""
+    axes = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding")))
+    share = StageShare(range(model.num_layers), is_first=True, is_last=True)
+    with torch.device("meta"):
+        module = build_stage(model, share, axes)
+    return module.to(dtype).to_empty(device=device)

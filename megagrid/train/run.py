@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megagrid import checkpoint
 from megagrid.config.dump import dump
@@ -19,10 +20,11 @@ from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
 from megagrid.grid.start import running_grid
 from megagrid.optim.lr_schedule import learning_rate
-from megagrid.train.build import Engine, build_engine
+from megagrid.plan import flops, hardware
+from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable
 from megagrid.train.metrics import MetricsLog, Sink, StepRecord, Stopwatch
-from megagrid.train.step import StepResult, apply_gradients, compute_gradients, evaluate
+from megagrid.train.step import apply_gradients, compute_gradients, evaluate
 from megagrid.train.tracking import WandbTracker
 
 
@@ -70,6 +72,7 @@ class Run:
         self.progress = Progress()
         self._resume()
         self.loader, self.total_steps = self._plan_steps()
+        self.peak_flops = _peak_flops(config, grid.device)
 
     def run(self) -> None:
         """Train from where the progress is to the last step."""
@@ -112,7 +115,7 @@ class Run:
             apply_gradients(self.engine, result.grad_norm, lr)
         progress.step = number
         progress.consumed_samples += config.train.global_batch_size
-        progress.consumed_tokens += config.train.global_batch_size * config.train.seq_length
+        progress.consumed_tokens += config.train.tokens_per_step
         seconds, parts = watch.lap()
         tokens_per_s = result.valid_tokens / seconds
         return StepRecord(
@@ -129,8 +132,24 @@ class Run:
             tokens_per_s_per_rank=tokens_per_s / self.grid.world.size,
             parts_s=parts,
             peak_memory_bytes=result.peak_memory_bytes,
+            **self._utilisation(seconds),
             valid_loss=self._evaluate_if_due(),
         )
+
+    def _utilisation(self, seconds: float) -> dict[str, float]:
+        """MFU and HFU of a step, if the peak of the device is stated or known.
+
+        Every position counts, trained on or not: the device computes them all.
+        """
+        if self.peak_flops is None:
+            return {}
+        cost = flops.token_flops(self.config.model, self.config.train.seq_length)
+        tokens_per_s = self.config.train.tokens_per_step / seconds
+        ranks = {"num_ranks": self.grid.world.size, "peak_flops": self.peak_flops}
+        return {
+            "mfu": flops.utilisation(cost.model, tokens_per_s, **ranks),
+            "hfu": flops.utilisation(cost.hardware, tokens_per_s, **ranks),
+        }
 
     def _evaluate_if_due(self) -> float | None:
         interval, step = self.config.evaluation.interval, self.progress.step
@@ -205,8 +224,7 @@ class Run:
             self.grid.dp.rank,
             prefetch=self.config.data.prefetch,
         )
-        tokens_per_step = config.global_batch_size * config.seq_length
-        total = config.steps or math.ceil(config.tokens / tokens_per_step)
+        total = config.total_steps
         possible = loader.steps_left(self.progress.consumed_samples)
         if possible is not None and self.progress.step + possible < total:
             raise DataError(
@@ -253,3 +271,13 @@ def _open_data(config: Config) -> DataSplits:
         data.cache_dir,
         config.model.vocab_size,
     )
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    """FLOP/s that one device can do at best: as stated, else as known by its name."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    known = hardware.find_device(torch.cuda.get_device_name(device))
+    return known.peak_flops if known else None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megagrid.comm.collectives import all_reduce
 from megagrid.data import Batch
-from megagrid.grid.grid import Axis, Grid
+from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.optim.clip import clip_gradients, local_squared_norm
 from megagrid.pipeline.stage import Microbatch
@@ -126,7 +127,10 @@ def _to_device(
 ) -> list[Microbatch]:
     model, train = engine.config.model, engine.config.train
     drops = training and (model.dropout or model.attention_dropout)
-    place: Callable[..., Tensor] = lambda array: torch.from_numpy(array).to(engine.grid.device)
+
+    def place(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(engine.grid.device)
+
     return [
         Microbatch(
             tokens=place(batch.tokens),

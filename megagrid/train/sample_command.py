@@ -1,0 +1,97 @@
+"""Write text with a trained checkpoint, on one device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megagrid.checkpoint.find import find_checkpoint
+from megagrid.config.load import load as load_config
+from megagrid.config.schema import Config
+from megagrid.errors import CheckpointError, ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `megagrid sample` takes."""
+    parser.add_argument("checkpoint", help="a checkpoint's folder, or a run's: its newest one")
+    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, metavar="K", help="draw from the K likeliest tokens alone"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and what the model makes of it."""
+    _check(arguments)
+    found = find_checkpoint(arguments.checkpoint, Path(arguments.checkpoint))
+    config = load_config(found.path / "config.toml", [])
+    tokenizer = _tokenizer(found.path)
+    prompt = tokenizer.encode(arguments.prompt)
+    if not prompt and tokenizer.eod_id is None:
+        raise ConfigError('--prompt "" is empty, and this tokenizer has no id that begins a text')
+    ids = _generate(config, found.path, prompt or [tokenizer.eod_id], arguments)
+    sys.stdout.write(tokenizer.decode(ids) + "\n")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.tokens < 1:
+        raise ConfigError(f"--tokens {arguments.tokens} writes nothing; choose at least 1")
+    if not 0 <= arguments.temperature < float("inf"):
+        raise ConfigError(f"--temperature {arguments.temperature} must be 0 or more, as 0.8")
+    if arguments.top_k < 1:
+        raise ConfigError(f"--top-k {arguments.top_k} leaves nothing to draw; choose at least 1")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
+    if not Path(arguments.checkpoint).is_dir():
+        raise CheckpointError(
+            f"{arguments.checkpoint} isn't a folder; name a run or a checkpoint, as "
+            "runs/quickstart/checkpoints/step-00000300"
+        )
+
+
+def _tokenizer(checkpoint: Path):
+    from megagrid.data.tokenizer import load_tokenizer
+
+    files = sorted(checkpoint.glob("*.tokenizer.model"))
+    if not files:
+        raise CheckpointError(
+            f"{checkpoint} has no tokenizer: it was trained on synthetic tokens, which are no text"
+        )
+    return load_tokenizer(files[0])
+
+
+def _generate(
+    config: Config, checkpoint: Path, prompt: list[int], arguments: argparse.Namespace
+) -> list[int]:
+    """`prompt` and the tokens drawn after it."""
+    import torch
+
+    from megagrid.checkpoint import entries, load
+    from megagrid.grid.start import select_device
+    from megagrid.nn.layout import parameter_shards
+    from megagrid.train.build import MASTER_DTYPES, build_whole_model
+
+    device = select_device("auto", 0)
+    model = build_whole_model(config.model, MASTER_DTYPES[config.train.precision], device)
+    load(checkpoint, entries(parameter_shards(model)), is_verified=True, weights_only=True)
+    generator = torch.Generator(device).manual_seed(arguments.seed)
+    ids = torch.tensor([prompt], device=device)
+    with torch.inference_mode():
+        for _ in range(arguments.tokens):
+            window = ids[:, -config.model.max_seq_length :]
+            logits = model(window)[-1, 0, : config.model.vocab_size].float()
+            highest = logits.topk(min(arguments.top_k, config.model.vocab_size))
+            if arguments.temperature == 0:
+                drawn = highest.indices[:1]
+            else:
+                chances = (highest.values / arguments.temperature).softmax(-1)
+                drawn = highest.indices[torch.multinomial(chances, 1, generator=generator)]
+            ids = torch.cat([ids, drawn.view(1, 1)], dim=1)
+    return ids[0].tolist()
