@@ -13,6 +13,7 @@ no pickle is written or read. It exists once its manifest does, and the manifest
 """
 
 from megagrid.checkpoint.find import Found, find_checkpoint
+from megagrid.checkpoint.folders import newest_first
 from megagrid.checkpoint.layout import Entry, entries
 from megagrid.checkpoint.load import load, load_trainer_state
 from megagrid.checkpoint.retention import should_save
@@ -25,6 +26,7 @@ __all__ = [
     "find_checkpoint",
     "load",
     "load_trainer_state",
+    "newest_first",
     "save",
     "should_save",
 ]

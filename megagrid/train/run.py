@@ -15,7 +15,7 @@ from megagrid.config.dump import dump
 from megagrid.config.schema import Config
 from megagrid.data import Batch, DataSplits, Loader, Sampler
 from megagrid.data import build as build_data
-from megagrid.errors import DataError, MegagridError
+from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
 from megagrid.grid.start import running_grid
@@ -179,6 +179,7 @@ class Run:
     def _resume(self) -> None:
         """Load the checkpoint that the recipe names, if it names one and there is one."""
         if self.config.checkpoint.resume is None:
+            self._refuse_to_start_over()
             return
         world = self.grid.world
         found = checkpoint.find_checkpoint(self.config.checkpoint.resume, self.checkpoints, world)
@@ -199,6 +200,17 @@ class Run:
                 f"{state['seed']}: samples come in another order"
             )
         self._say(f"resumed from {found.path} at step {self.progress.step}")
+
+    def _refuse_to_start_over(self) -> None:
+        """Raises:
+        CheckpointError: the run's folder has checkpoints, which a fresh start would replace.
+        """
+        saved = checkpoint.newest_first(self.checkpoints)
+        if saved:
+            raise CheckpointError(
+                f'logging.run_dir="{self.folder}" has a run at step {saved[0].step}; go on from '
+                "there with checkpoint.resume=latest, or name another folder"
+            )
 
     def _trainer_state(self) -> dict[str, Any]:
         return {
