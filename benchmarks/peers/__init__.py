@@ -3,7 +3,7 @@
 Files:
 
     spec.py      what every system is given: model shape, grid, recipe, folders   (no torch)
-    inputs.py    the weights (Hugging Face layout) and the tokens, from a seed    (no torch)
+    inputs.py    the weights and the tokens, from a seed
     systems/     one row per system: the command of a rank, and how to read its records
     launch.py    one process group: start, watch memory, time limit, no leftovers (no torch)
     worker.py    the step loop of a rank, for the systems that have none of their own

@@ -37,7 +37,7 @@ def check_curves(
         )
         parted |= not agrees
         cells = (f"{ours[key]:>10.6f} {theirs[key]:>10.6f} " for key in ("loss", "grad_norm"))
-        table.append(f"{ours['step']:>6} {' '.join(cells)}{'' if agrees else ' <- part'}")
+        table.append(f"{ours['step']:>6} {''.join(cells)}{'' if agrees else ' <- part'}")
     if parted:
         raise CurvesDifferError(
             f"{name} (left) and {reference_name} (right) part; allowed: loss {LOSS_TOLERANCE:g}, "

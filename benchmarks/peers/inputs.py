@@ -1,55 +1,95 @@
-"""The weights and the tokens that all systems start from, made from a seed. Imports no torch."""
+"""The weights and the tokens that all systems start from: those of megagrid's recipe.
+
+megagrid's initial weights are functions of seed, name and index, and its synthetic samples of seed
+and number, whatever the grid; so it needs no files, and the others get theirs from here.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
+from safetensors.torch import save_file
 
-from benchmarks.peers.spec import ModelShape, Recipe
+from benchmarks.peers.spec import Job, ModelShape, Recipe
+from benchmarks.peers.systems.megagrid_recipe import write_recipe
+from megagrid.config.load import load
+from megagrid.config.schema import Config
+from megagrid.data import build as build_data
+from megagrid.nn.init import initialise
+from megagrid.nn.layout import parameter_shards
+from megagrid.train.build import build_whole_model
+
+HUGGING_FACE_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""Of a tensor, without its layer and without `.weight`."""
 
 
-def parameters(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Name, shape and initial standard deviation of each tensor, by Hugging Face's names.
-
-    A deviation of 0 stands for ones: the norms. The two projections that write to the residual
-    stream are divided by sqrt(2 L), as in GPT-2.
-    """
-    h, ffn, std = shape.hidden_size, shape.ffn_hidden_size, shape.init_std
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = std / math.sqrt(2 * shape.num_layers)
-    yield "model.embed_tokens.weight", (shape.vocab_size, h), std
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (h,), 0.0
-        yield prefix + "self_attn.q_proj.weight", (q, h), std
-        yield prefix + "self_attn.k_proj.weight", (kv, h), std
-        yield prefix + "self_attn.v_proj.weight", (kv, h), std
-        yield prefix + "self_attn.o_proj.weight", (h, q), residual
-        yield prefix + "post_attention_layernorm.weight", (h,), 0.0
-        yield prefix + "mlp.gate_proj.weight", (ffn, h), std
-        yield prefix + "mlp.up_proj.weight", (ffn, h), std
-        yield prefix + "mlp.down_proj.weight", (h, ffn), residual
-    yield "model.norm.weight", (h,), 0.0
-    yield "lm_head.weight", (shape.vocab_size, h), std
-
-
-def write_checkpoint(folder: Path, shape: ModelShape, recipe: Recipe) -> None:
-    """config.json and model.safetensors, as `LlamaForCausalLM.from_pretrained` reads them."""
+def write_inputs(job: Job) -> None:
+    """Fills `job.checkpoint` and `job.tokens`."""
+    config = load(write_recipe(job))
+    folder = Path(job.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(recipe.seed)
-    tensors = {
-        name: generator.standard_normal(size, dtype=np.float32) * np.float32(std)
-        if std
-        else np.ones(size, np.float32)
-        for name, size, std in parameters(shape)
+    save_file(initial_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
+    settings = hugging_face_config(job.shape, job.recipe)
+    (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    np.save(job.tokens, token_batches(config))
+
+
+def initial_weights(config: Config) -> dict[str, torch.Tensor]:
+    """The whole model's tensors, by Hugging Face's names."""
+    model = build_whole_model(config.model, torch.float32, torch.device("cpu"))
+    shards = parameter_shards(model)
+    initialise(shards, config.train.seed)
+    return {
+        hugging_face_name(piece.name): shard.tensor[rows].clone()
+        for shard in shards
+        for piece, rows in shard.boxes
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
+
+
+def hugging_face_name(name: str) -> str:
+    """layers.3.mlp.up.weight -> model.layers.3.mlp.up_proj.weight."""
+    layer, place = re.fullmatch(r"(layers\.\d+\.)?(.+)\.weight", name).groups()
+    return f"{'model.' + layer if layer else ''}{HUGGING_FACE_NAMES[place]}.weight"
+
+
+def token_batches(config: Config) -> np.ndarray:
+    """int64 [steps, global_batch_size, seq_length + 1], in the order in which megagrid reads."""
+    data, train = config.data, config.train
+    samples = build_data(
+        data.paths,
+        data.weights,
+        train.seq_length,
+        train.seed,
+        data.valid_fraction,
+        data.repeat,
+        data.cache_dir,
+        config.model.vocab_size,
+    ).train
+    count = train.total_steps * train.global_batch_size
+    rows = np.stack([samples[number] for number in range(count)])
+    return rows.reshape(train.total_steps, train.global_batch_size, train.seq_length + 1)
+
+
+def hugging_face_config(shape: ModelShape, recipe: Recipe) -> dict[str, object]:
+    """What `LlamaForCausalLM.from_pretrained` reads as config.json."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -65,25 +105,3 @@ def write_checkpoint(folder: Path, shape: ModelShape, recipe: Recipe) -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def write_tokens(path: Path, shape: ModelShape, recipe: Recipe) -> None:
-    """Token batches that a model can learn: int64 [steps, global_batch_size, seq_length + 1].
-
-    Three tokens in four are the fixed successor of the one before, the fourth is drawn from a
-    Zipf law: the loss first falls towards the skew of the tokens, then towards the successors.
-    """
-    generator = np.random.default_rng(recipe.seed + 1)
-    vocab = shape.vocab_size
-    successor = generator.permutation(vocab)
-    zipf = 1.0 / np.arange(1, vocab + 1)
-    size = (recipe.steps, recipe.global_batch_size, recipe.seq_length + 1)
-    tokens = generator.choice(vocab, size=size, p=zipf / zipf.sum())
-    follows = generator.random(size) < 0.75
-    for position in range(1, size[-1]):
-        tokens[..., position] = np.where(
-            follows[..., position], successor[tokens[..., position - 1]], tokens[..., position]
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, tokens)

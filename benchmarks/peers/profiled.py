@@ -1,9 +1,9 @@
 """One training step of any system's rank under torch.profiler.
 
-`python -m benchmarks.peers.profiled WARMUP MODULE arguments…` runs MODULE as `python -m` would, and
+`python -m benchmarks.peers.profiled TABLES WARMUP MODULE …` runs MODULE as `python -m` does, and
 profiles the time between two ends of the optimizer's step, of which torch lets everyone know: the
-system needs no hook of its own. Rank 0 prints two tables: operators by self CPU time, and what
-moves data between ranks.
+system needs no hook of its own. Rank 0 writes two tables to the file TABLES: operators by self CPU
+time, and what moves data between ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
@@ -65,7 +66,7 @@ def tables(events: EventList) -> str:
 
 def main() -> None:
     """Runs the module in this process with the hook in place."""
-    warmup, module, *arguments = sys.argv[1:]
+    out, warmup, module, *arguments = sys.argv[1:]
     step = OneStep(int(warmup))
     hook = register_optimizer_step_post_hook(step)
     sys.argv = [module, *arguments]
@@ -79,7 +80,7 @@ def main() -> None:
     if not step.complete:
         raise SystemExit(f"error: {module} ended before optimizer step {int(warmup) + 1}")
     if int(os.environ.get("RANK", 0)) == 0:
-        print(tables(step.profile.key_averages()))
+        Path(out).write_text(tables(step.profile.key_averages()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ class ModelShape:
     vocab_size: int = 8192
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    init_std: float = 0.02
 
     @property
     def head_dim(self) -> int:
@@ -73,7 +72,7 @@ class Recipe:
     sharding: str = "FULL_SHARD"
     """Over dp: FULL_SHARD reshards after each forward, SHARD_GRAD_OP stays gathered."""
     sequence_parallel: bool = False
-    lr: float = 3e-4
+    lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

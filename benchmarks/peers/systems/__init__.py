@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.peers.spec import Job
-from benchmarks.peers.systems import megagrid_cli
+from benchmarks.peers.systems.megagrid_recipe import write_recipe
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def _worker(system: str) -> Callable[[Job], Entry]:
 
 
 def _megagrid(job: Job) -> Entry:
-    return Entry("megagrid.cli", megagrid_cli.arguments(job))
+    return Entry("megagrid", ["train", str(write_recipe(job))])
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,12 @@ class System:
     """Prepares the run's folder and says what each rank runs."""
     one_process: bool = False
     """It has no grid: every layout meets it as one process that has all the cores."""
-    missing: Callable[[], str | None] = lambda: None
-    """Why it can't run here; None if it can."""
 
 
 SYSTEMS = {
     system.name: system
     for system in (
-        System("megagrid", _megagrid, missing=megagrid_cli.missing),
+        System("megagrid", _megagrid),
         System("transformers", _worker("transformers"), one_process=True),
         System("native", _worker("native")),
     )
