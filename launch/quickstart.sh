@@ -109,10 +109,10 @@ print(f"unigram entropy      {entropy:.3f}: what knowing only how frequent each 
 PYTHON
 cat <<END
 
-Look at
+To look at
   $folder/config.toml      every key of the run
   $folder/metrics.jsonl    every step: loss, gradient norm, tokens/s, memory, …
-  $folder/log/             what each rank said
-  $checkpoint    weights and optimizer, loadable on any grid
   $folder/sample.txt       what the model wrote
+  $checkpoint
+                                   weights and optimizer, loadable on any grid
 END
