@@ -67,3 +67,8 @@ def _boxes(prefix: str, shard: ParameterShard, values: Tensor) -> Iterator[Entry
             tensor=values.detach()[rows],
             is_written_here=piece.is_counted_here,
         )
+
+
+def weight_of(state: str) -> str:
+    """The weight that the optimizer state `state` belongs to, by their names."""
+    return state.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megagrid.checkpoint.layout import OPTIMIZER_PREFIX, Entry
+from megagrid.checkpoint.layout import OPTIMIZER_PREFIX, Entry, weight_of
 from megagrid.errors import CheckpointError
 
 NAMES_LISTED = 64
+"""Of each kind of difference; a wrong model can differ in thousands of tensors."""
 
 
 class BoxSavePlanner(DefaultSavePlanner):
@@ -118,7 +119,8 @@ class BoxLoadPlanner(LoadPlanner):
         ignored = OPTIMIZER_PREFIX if self.weights_only else None
         if differences := _differences(wanted, self.saved, ignored):
             raise CheckpointError(
-                f"{self.checkpoint} is of another model: {'; '.join(differences)}"
+                f"{self.checkpoint} is of another model (compare [model] with its config.toml): "
+                + "; ".join(differences)
             )
         return [LoadPlan([]) for _ in global_plan]
 
@@ -157,33 +159,37 @@ def _differences(
     unwanted = saved.keys() - wanted.keys()
     if ignored is not None:
         unwanted = {name for name in unwanted if not name.startswith(ignored)}
-    both = sorted(wanted.keys() & saved.keys())
-    shapes = [
-        f"{name} {tuple(saved[name].size)} instead of {wanted[name].shape}"
+    both = wanted.keys() & saved.keys()
+    shapes = {
+        name: f"{name} {tuple(saved[name].size)} instead of {wanted[name].shape}"
         for name in both
         if tuple(saved[name].size) != wanted[name].shape
-    ]
+    }
     # A wider dtype holds every value of a narrower one; the other way round values are lost.
-    dtypes = [
-        f"{name} {saved[name].properties.dtype} instead of {wanted[name].dtype}"
+    dtypes = {
+        name: f"{name} {saved[name].properties.dtype} instead of {wanted[name].dtype}"
         for name in both
         if torch.promote_types(saved[name].properties.dtype, wanted[name].dtype)
         != wanted[name].dtype
-    ]
+    }
     kinds = {
-        "it lacks": wanted.keys() - saved.keys(),
-        "it has besides": unwanted,
+        "it lacks": {name: name for name in wanted.keys() - saved.keys()},
+        "it has besides": {name: name for name in unwanted},
         "it has other shapes": shapes,
         "it has wider dtypes": dtypes,
     }
-    return [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
+    return [f"{kind} {_listed(phrases)}" for kind, phrases in kinds.items() if phrases]
 
 
-def _listed(names: Iterable[str]) -> str:
-    """The names, weights before their optimizer states, which mostly follow from them."""
-    ordered = sorted(names, key=lambda name: (name.startswith(OPTIMIZER_PREFIX), name))
-    rest = len(ordered) - NAMES_LISTED
-    return ", ".join(ordered[:NAMES_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+def _listed(phrases: Mapping[str, str]) -> str:
+    """The phrases by name; optimizer states aren't named where their weight is."""
+    weights = {name for name in phrases if not name.startswith(OPTIMIZER_PREFIX)}
+    alone = {name for name in phrases.keys() - weights if weight_of(name) not in weights}
+    named = sorted(weights) + sorted(alone)
+    text = ", ".join(phrases[name] for name in named[:NAMES_LISTED])
+    if len(named) > NAMES_LISTED:
+        text += f" and {len(named) - NAMES_LISTED} more"
+    return text + (" (and their optimizer states)" if len(named) < len(phrases) else "")
 
 
 def _chunk(entry: Entry) -> ChunkStorageMetadata:

@@ -77,7 +77,7 @@ class SafetensorsWriter(StorageWriter):
         """A writer is of one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open yet."""
+        self.rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -90,8 +90,8 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if plan.items and not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} isn't visible here: the run folder must lie on a file system that "
-                "all ranks share"
+                f"{self.folder} isn't visible to rank {self.rank}: the run folder must lie on a "
+                "file system that all ranks share"
             )
         results: list[WriteResult] = []
         for name, items in _by_file(plan).items():

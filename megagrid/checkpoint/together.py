@@ -61,24 +61,18 @@ def one_error(action: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failure:
-        errors = {rank: wrapped[0] for rank, wrapped in failure.failures.items()}
+        errors = {rank: failure.failures[rank][0] for rank in sorted(failure.failures)}
         if not all(isinstance(error, MegagridError | OSError) for error in errors.values()):
             raise RuntimeError(f"{action} failed: {failure}") from None
         # Several ranks often meet the same obstacle: say it once.
-        ranks: dict[str, list[int]] = {}
-        for rank, error in sorted(errors.items()):
-            ranks.setdefault(_one_line(error), []).append(rank)
-        raise CheckpointError(
-            f"{action} failed: "
-            + "; ".join(f"{text} (rank {_listed(where)})" for text, where in ranks.items())
-        ) from None
+        told = dict.fromkeys(_one_line(action, rank, error) for rank, error in errors.items())
+        raise CheckpointError("; ".join(told)) from None
 
 
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+def _one_line(action: str, rank: int, error: BaseException) -> str:
+    """An error of megagrid says all; the system's doesn't say what it hindered, nor where."""
+    if isinstance(error, OSError):
+        what = error.strerror or str(error)
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{action} failed on rank {rank}: {where}{what}"
     return str(error)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -156,14 +156,28 @@ def test_ranks_agree_on_what_they_find(run_folder: Path, ranks) -> None:
 
 
 def test_every_difference_between_model_and_checkpoint_is_listed(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, tensors("a", "b", "optimizer.exp_avg.a"), {"step": 1})
+    saved = tensors("a", "b", "optimizer.exp_avg.a", "optimizer.exp_avg.b")
+    checkpoint = save(tmp_path, saved, {"step": 1})
     with pytest.raises(CheckpointError) as error:
-        load(checkpoint, [*tensors("a", width=4), *tensors("c", "d")])
-    assert (
-        "is of another model: it lacks c, d; it has besides b, optimizer.exp_avg.a; it has other "
-        "shapes a (8,) instead of (4,)" in str(error.value)
+        load(checkpoint, [*tensors("a", width=4), *tensors("c", "d", "optimizer.exp_avg.a")])
+    assert str(error.value) == (
+        f"{checkpoint} is of another model (compare [model] with its config.toml): it lacks c, d; "
+        "it has besides b (and their optimizer states); it has other shapes a (8,) instead of (4,)"
     )
     load(checkpoint, tensors("a", "b"), weights_only=True)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_a_model_of_another_depth_is_refused(layers: int, tmp_path: Path) -> None:
+    def model(depth: int) -> list[Entry]:
+        return tensors("embedding", *(f"layers.{layer}.w" for layer in range(depth)))
+
+    checkpoint = save(tmp_path, model(2), {"step": 1})
+    with pytest.raises(CheckpointError) as error:
+        load(checkpoint, model(layers))
+    assert all(
+        f"layers.{layer}.w" in str(error.value) for layer in range(min(2, layers), max(2, layers))
+    )
 
 
 class Payload:
