@@ -1,0 +1,58 @@
+"""What the README shows is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrid.cli import VERBS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+SESSIONS = re.findall(r"^```console\n\$ (megagrid .+)\n((?:.*\n)*?)^```$", README, re.MULTILINE)
+"""(command, output) of each block that shows both."""
+
+QUICK = ("grid", "schedule", "train")
+"""Verbs whose sessions are run again; those of train are mistakes, which end at once."""
+
+
+@pytest.mark.parametrize(("command", "output"), SESSIONS, ids=[command for command, _ in SESSIONS])
+def test_a_command_prints_what_is_shown_of_it(command, output):
+    _, *arguments = shlex.split(command)
+    assert arguments[0] in QUICK
+    ran = subprocess.run(
+        [sys.executable, "-m", "megagrid", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout == output
+
+
+def test_every_verb_is_in_the_table_and_no_other():
+    assert set(re.findall(r"^\| `megagrid (\w+)", README, re.MULTILINE)) == set(VERBS)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"\.?/?((?:launch|tests|recipes)/[\w./-]+)", README)))
+)
+def test_every_file_named_is_there(path):
+    assert (ROOT / path.rstrip("/.")).exists()
+
+
+def test_every_folder_is_in_the_map():
+    listed = set(re.findall(r"^ *(\w+)/ ", README, re.MULTILINE)) | {"megagrid"}
+    package = {
+        path.name for path in (ROOT / "megagrid").iterdir() if (path / "__init__.py").exists()
+    }
+    project = {path.parent.name for path in ROOT.glob("*/*") if path.parent.name[0] != "."}
+    made = {"runs", "data", "build", "wandb", "megagrid.egg-info"}  # by programs, see .gitignore
+    assert listed == package | (project - made)
