@@ -189,7 +189,7 @@ class Run:
         for line in found.skipped:
             self._say(f"passed over: {line}")
         checkpoint.load(found.path, self._entries(), world=world, is_verified=True)
-        state = checkpoint.load_trainer_state(found.path)
+        state = checkpoint.load_trainer_state(found.path, world)
         self.progress = Progress(**state["progress"])
         self.engine.optimizer.set_step(self.progress.step)
         if state["data"] != self.data.fingerprint:
