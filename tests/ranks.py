@@ -337,8 +337,8 @@ def _describe(name: str, world_size: int, failures: dict[int, Outcome]) -> str:
 
 def _summary(error: str) -> str:
     """The line of a traceback that names the exception; else the first line."""
-    lines = error.strip().splitlines()
-    return lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    *_, last = error.strip().split("Traceback (most recent call last):\n")
+    return next(line for line in last.splitlines() if not line.startswith(" "))
 
 
 def _pickle_task(function: Callable[..., Any], args: tuple, kwargs: dict) -> bytes:

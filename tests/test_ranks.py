@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def test_an_exception_comes_back_with_its_remote_traceback_and_frees_its_peers(r
     with pytest.raises(RanksError, match="ValueError: the culprit") as caught:
         ranks.run(raise_on, 2, world_size=4)
     assert "--- rank 2: Traceback" in str(caught.value)
+    assert len(re.findall(r"--- then rank \d: RuntimeError", str(caught.value))) == 3
     assert "in raise_on" in caught.value.failures[2]
     assert ranks.run(pid, world_size=4) == before
 
