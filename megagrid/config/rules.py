@@ -14,7 +14,13 @@ from megagrid.config.schema import Config, ModelConfig, ScheduleName
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
 
-TRAINABLE_SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B")
+TRAINABLE_SCHEDULES: tuple[ScheduleName, ...] = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "ZB1P",
+    "ZBV",
+)
 """Pipeline schedules that the executor is tested with."""
 
 NO_FP64_DEVICES = ("mps",)

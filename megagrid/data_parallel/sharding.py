@@ -102,14 +102,25 @@ class GradientSync:
     def before_backward(self, *, is_last: bool) -> None:
         """
         Args:
-            is_last: no further backward of the stage follows in this step: reduce the gradients,
-                and let go of parameters that were held gathered.
+            is_last: the backward completes the step's gradients: reduce them in its course, and
+                let go of parameters that were held gathered.
         """
         if self._stage is None:
             return
         self._stage.set_requires_gradient_sync(is_last)
         self._stage.set_is_last_backward(is_last)
         self._stage.set_reshard_after_backward(is_last or not self._strategy.holds)
+
+    def after_late_gradients(self, *, is_last: bool) -> None:
+        """Take in gradients that were put off beyond their backward, and reduce them if complete.
+
+        FSDP looks for gradients only at the end of a backward, so it is told that one has ended:
+        the way of torch's own pipelines with split backwards (_PipelineStageBase in torch 2.13).
+        """
+        if self._stage is None:
+            return
+        self.before_backward(is_last=is_last)
+        fully_shard.state(self._stage)._root_post_backward_final_callback()
 
     def after_evaluation(self) -> None:
         """Let go of parameters that a forward without backward has left gathered: the next update

@@ -31,11 +31,12 @@ from megagrid.nn.embedding import (
     vocab_layout,
 )
 from megagrid.nn.init import Init
-from megagrid.nn.linear import empty_parameter
+from megagrid.nn.linear import SplitBackward, empty_parameter
 from megagrid.nn.loss import vocab_parallel_cross_entropy
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
 from megagrid.nn.rope import rotation
+from megagrid.nn.split_backward import LateWeightGradients, linear
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,20 @@ class DecoderStage(nn.Module):
         x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)
 
+    def put_off_weight_gradients(self) -> LateWeightGradients:
+        """From now on backward leaves the gradients of matrices to what this returns.
 
-class Head(nn.Module):
+        A head that shares its matrix with an embedding in this same stage isn't among them: that
+        matrix has its gradient from two places, and waits for both.
+        """
+        late = LateWeightGradients()
+        for layer in self.modules():
+            if isinstance(layer, SplitBackward):
+                layer.late = late
+        return late
+
+
+class Head(SplitBackward):
     """Logits from hidden states, the vocabulary's rows split over tp.
 
     Args:
@@ -270,4 +283,4 @@ class Head(nn.Module):
         self.weight = empty_parameter(layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight, None, self.late)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megagrid.comm import regions
 from megagrid.grid.grid import Axis
 from megagrid.nn.init import ZEROS, Init
 from megagrid.nn.layout import Box, Layout, Piece
+from megagrid.nn.split_backward import LateWeightGradients, linear
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,17 @@ def empty_parameter(layout: Layout) -> nn.Parameter:
     return nn.Parameter(torch.empty(layout.local_shape))
 
 
-class ColumnParallelLinear(nn.Module):
+class SplitBackward(nn.Module):
+    """A layer with a weight whose gradient may be put off.
+
+    Attributes:
+        late: where to; None: backward computes it at once.
+    """
+
+    late: LateWeightGradients | None = None
+
+
+class ColumnParallelLinear(SplitBackward):
     """y = x W^T + b with the rows of W, and of y, split over `axis`; several matrices at once.
 
     Shape: (s, b, in), or (s / axis.size, b, in) with `sequence_parallel`
@@ -110,10 +120,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = regions.enter(x, self.axis, sequence_parallel=self.sequence_parallel)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.late)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitBackward):
     """y = x W^T + b with the columns of W, and of x, split over `axis`; y is the sum over ranks.
 
     The bias is whole on every rank and added once, after the sum.
@@ -155,7 +165,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return linear(x, self.weight, self.bias, self.late)
+        y = linear(x, self.weight, None, self.late)
         y = regions.leave(y, self.axis, sequence_parallel=self.sequence_parallel)
         return y if self.bias is None else y + self.bias

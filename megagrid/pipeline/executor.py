@@ -11,15 +11,19 @@ list of this rank        what happens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megagrid.comm.collectives import all_reduce_coalesced
 from megagrid.comm.p2p import Message, Pending, post
 from megagrid.grid.grid import Grid
-from megagrid.pipeline.schedules import Action, Kind, Program
+from megagrid.pipeline.schedules import Action, Kind, Program, Span
 from megagrid.pipeline.stage import Microbatch, Stage
 
 
@@ -32,16 +36,34 @@ class _Step:
         outputs: what a F or B has made and a send takes.
         sends: under way.
         loss: summed over the tokens of this rank's microbatches, on the last stage.
+        spans: when each compute action ran, if that is asked for.
     """
 
     program: Program
     microbatches: Sequence[Microbatch]
     loss_scale: Callable[[], Tensor] | None
     loss: Tensor
+    spans: list[Span] | None = None
     inputs: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     grads: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     outputs: dict[Action, Tensor] = field(default_factory=dict)
     sends: list[Pending] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        """Note when the block, which is `action`'s own work and no waiting, begins and ends."""
+        if self.spans is None:
+            yield
+            return
+        start = self._now()
+        yield
+        self.spans.append(Span(action, start, self._now()))
+
+    def _now(self) -> float:
+        if self.loss.device.type != "cpu":
+            # What a device has been given to do is done only when it says so.
+            torch.accelerator.synchronize(self.loss.device)
+        return time.time()
 
 
 class Executor:
@@ -59,6 +81,8 @@ class Executor:
         self._run_action = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
             Kind.REDUCE_GRAD: self._reduce_grad,
             Kind.REDUCE_TIED: self._reduce_tied,
         }
@@ -68,6 +92,7 @@ class Executor:
         program: Program,
         microbatches: Sequence[Microbatch],
         loss_scale: Callable[[], Tensor] | None = None,
+        spans: list[Span] | None = None,
     ) -> Tensor:
         """Run `program` on `microbatches`; gradients are added to the parameters'.
 
@@ -75,12 +100,14 @@ class Executor:
             loss_scale: the gradient of the step's loss by the summed loss, a scalar: one over the
                 valid tokens of the whole grid. Called when the first backward needs it. Programs
                 without backward need none.
+            spans: gets when each compute action ran, in seconds since the epoch. On an
+                accelerator it costs the overlap of one action with the next.
 
         Returns:
             the loss summed over this rank's tokens, float64; zero away from the last stage.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._grid.device)
-        step = _Step(program, microbatches, loss_scale, zero)
+        step = _Step(program, microbatches, loss_scale, zero, spans)
         with torch.set_grad_enabled(not program.forward_only):
             for item in program.steps[self._grid.pp.rank]:
                 if item.is_batch:
@@ -94,26 +121,56 @@ class Executor:
     def _forward(self, step: _Step, action: Action) -> None:
         stage = self.stages[action.stage]
         x = None if stage.is_first else _take(step.inputs, action)
-        output = stage.forward(action.microbatch, step.microbatches[action.microbatch], x)
+        with step.timed(action):
+            output = stage.forward(action.microbatch, step.microbatches[action.microbatch], x)
         if stage.is_last:
             step.loss += output
         else:
             self._pass_on(step, output, action, Kind.SEND_F, action.stage + 1, step.inputs)
 
     def _backward(self, step: _Step, action: Action) -> None:
+        is_last = self._completes_gradients(step, action)
+        backward = partial(self.stages[action.stage].backward, is_last=is_last)
+        self._pass_back(step, action, backward)
+
+    def _backward_input(self, step: _Step, action: Action) -> None:
+        self._pass_back(step, action, self.stages[action.stage].backward_input)
+
+    def _backward_weight(self, step: _Step, action: Action) -> None:
+        with step.timed(action):
+            self.stages[action.stage].backward_weight(
+                action.microbatch, is_last=self._completes_gradients(step, action)
+            )
+
+    def _completes_gradients(self, step: _Step, action: Action) -> bool:
+        return action == step.program.last_gradient(action.stage)
+
+    def _pass_back(
+        self, step: _Step, action: Action, backward: Callable[[int, Tensor], Tensor | None]
+    ) -> None:
+        """Take the output's gradient, compute the input's, and see that it gets where it goes."""
         stage = self.stages[action.stage]
         grad = step.loss_scale() if stage.is_last else _take(step.grads, action)
-        is_last = action == step.program.last_gradient(action.stage)
-        grad = stage.backward(action.microbatch, grad, is_last=is_last)
+        with step.timed(action):
+            grad = backward(action.microbatch, grad)
         if not stage.is_first:
             self._pass_on(step, grad, action, Kind.SEND_B, action.stage - 1, step.grads)
 
     def _reduce_grad(self, step: _Step, action: Action) -> None:
         for axis in (self._grid.tp, self._grid.kv):
-            self.stages[action.stage].sum_partial_gradients(axis)
+            all_reduce_coalesced(self.stages[action.stage].summands(axis), axis)
 
     def _reduce_tied(self, step: _Step, action: Action) -> None:
-        self.stages[action.stage].sum_partial_gradients(self._grid.embedding)
+        """Sum the gradient of a tied embedding over its two ends: two ranks, or two stages here."""
+        last = step.program.num_stages - 1
+        if action.stage != last and last in self.stages:
+            first_end, last_end = self.stages[action.stage], self.stages[last]
+            pairs = zip(first_end.tied_summands(), last_end.tied_summands(), strict=True)
+            for mine, theirs in pairs:
+                mine += theirs
+                theirs.copy_(mine)
+        else:
+            all_reduce_coalesced(self.stages[action.stage].tied_summands(), self._grid.embedding)
 
     def _pass_on(
         self,

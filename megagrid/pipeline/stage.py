@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megagrid.comm.collectives import all_reduce_coalesced
 from megagrid.data_parallel.sharding import GradientSync
 from megagrid.grid.grid import Axis
 from megagrid.model.decoder import DecoderStage
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.nn.layout import ParameterShard
+from megagrid.nn.split_backward import LateWeightGradients
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,16 @@ class Stage:
         module: the piece of the model.
         shards: what this rank owns of its parameters.
         sync: when its gradients are reduced over dp.
+        late: where backward puts off the gradients of matrices, if the schedule splits it.
     """
 
     module: DecoderStage
     shards: Sequence[ParameterShard]
     sync: GradientSync
+    late: LateWeightGradients | None = None
     _inputs: dict[int, Tensor] = field(default_factory=dict)
     _outputs: dict[int, GradientEdge] = field(default_factory=dict)
+    _late: dict[int, LateWeightGradients] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -58,8 +61,8 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose backward is still to come."""
-        return len(self._outputs)
+        """Microbatches of which something is kept for a backward, or half of one, to come."""
+        return len(self._outputs.keys() | self._late.keys())
 
     def forward(self, number: int, microbatch: Microbatch, x: Tensor | None) -> Tensor:
         """Compute microbatch `number`.
@@ -97,23 +100,44 @@ class Stage:
         Returns:
             the gradient of the input; None on the first stage.
         """
+        if self.late is None:
+            return self._backward(number, grad, is_last=is_last)
+        input_grad = self.backward_input(number, grad)
+        self.backward_weight(number, is_last=is_last)
+        return input_grad
+
+    def backward_input(self, number: int, grad: Tensor) -> Tensor | None:
+        """The half of `backward` that the stage before waits for."""
+        input_grad = self._backward(number, grad, is_last=False)
+        self._late[number] = self.late.take()
+        return input_grad
+
+    def backward_weight(self, number: int, *, is_last: bool) -> None:
+        """The other half: the gradients of matrices, any time after `backward_input`."""
+        self._late.pop(number).compute()
+        self.sync.after_late_gradients(is_last=is_last)
+
+    def _backward(self, number: int, grad: Tensor, *, is_last: bool) -> Tensor | None:
         self.sync.before_backward(is_last=is_last)
         torch.autograd.backward([self._outputs.pop(number)], [grad])
         x = self._inputs.pop(number, None)
         return None if x is None else x.grad
 
-    def sum_partial_gradients(self, axis: Axis) -> None:
-        """Add up, over `axis`, the gradients of which each of its ranks has a summand.
+    def summands(self, axis: Axis) -> list[Tensor]:
+        """The gradients of which each rank of `axis` has just a summand.
 
         They are norms and biases under sequence parallelism, shared key/value heads, and a tied
-        embedding in two stages. Once a step, after the reduction over dp: on shards, not on whole
-        parameters; sums may be taken in either order.
+        embedding in two stages. They are added up once a step, after the reduction over dp: on
+        shards, not on whole parameters; sums may be taken in either order.
         """
-        summands = [
+        return [
             shard.grad[rows]
             for shard in self.shards
             if shard.grad is not None
             for piece, rows in shard.boxes
             if axis in piece.partial
         ]
-        all_reduce_coalesced(summands, axis)
+
+    def tied_summands(self) -> list[Tensor]:
+        """Those of a table that is also in the stage at the pipeline's other end."""
+        return self.summands(self.module.axes.embedding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from megagrid.nn.layout import ParameterShard, parameter_shards
 from megagrid.optim.adamw import AdamW
 from megagrid.pipeline.executor import Executor
 from megagrid.pipeline.partition import stage_layers
-from megagrid.pipeline.schedules import Program, forward_only, generate, lower, verify
+from megagrid.pipeline.schedules import Kind, Program, forward_only, generate, lower, verify
 from megagrid.pipeline.stage import Stage
 
 
@@ -63,8 +64,15 @@ def build_engine(config: Config, grid: Grid) -> Engine:
     is_tied_over_stages = config.model.tied_embeddings and schedule.num_stages > 1
     training = lower(schedule, tied=is_tied_over_stages)
     verify(training)
+    is_split = any(action.kind is Kind.W for order in schedule.orders for action in order)
     stages = {
-        number: _build(config, grid, _share(layers, number))
+        number: _build(
+            config,
+            grid,
+            _share(layers, number),
+            embedding=_embedding_axis(grid, schedule.placement, number),
+            is_split=is_split,
+        )
         for number in schedule.stages_of_rank(grid.pp.rank)
     }
     shards = [shard for stage in stages.values() for shard in stage.shards]
@@ -90,13 +98,30 @@ def _share(layers: list[range], stage: int) -> StageShare:
     return StageShare(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
 
 
-def _build(config: Config, grid: Grid, share: StageShare) -> Stage:
+def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
+    """The two holders of a tied embedding, as `stage` sees them.
+
+    Where both ends of the pipeline are stages of one rank, the two are that rank twice: nothing is
+    sent, but each copy still has a number, and the first one speaks for both.
+    """
+    if placement[0] != placement[-1]:
+        return grid.embedding
+    return Axis("embedding", (grid.rank, grid.rank), rank=0 if stage == 0 else 1)
+
+
+def _build(
+    config: Config, grid: Grid, share: StageShare, *, embedding: Axis, is_split: bool
+) -> Stage:
     """A stage whose parameters are made on no device, sharded, and only then given memory: no rank
-    ever holds more of them than its own."""
+    ever holds more of them than its own.
+
+    Args:
+        is_split: the schedule has backwards whose weight gradients come later.
+    """
     axes = ModelAxes(
         tp=grid.tp,
         kv=grid.kv,
-        embedding=grid.embedding,
+        embedding=embedding,
         sequence_parallel=config.parallel.sequence_parallel and grid.tp.size > 1,
     )
     strategy = STRATEGIES[config.parallel.sharding_strategy]
@@ -108,7 +133,8 @@ def _build(config: Config, grid: Grid, share: StageShare) -> Stage:
     replicas = grid.dp if grid.dp.size > 1 and not strategy.shards else None
     shards = parameter_shards(module, replicated_over=replicas)
     initialise(shards, config.train.seed)
-    return Stage(module, shards, GradientSync(module, strategy))
+    late = module.put_off_weight_gradients() if is_split else None
+    return Stage(module, shards, GradientSync(module, strategy), late)
 
 
 def build_whole_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:

@@ -1,0 +1,83 @@
+"""A linear layer's backward in two halves: the input's gradient now, the weight's later.
+
+    y = x W^T          I:  dx = dy W        the stage before waits for it
+                       W:  dW = dy^T x      nobody waits: it fills the pipeline's bubbles
+
+(Qi et al. 2023, arXiv 2401.10241, section 2.) Between the two only x and dy are kept; everything
+else of the layer's block is freed by I. Norms, biases and embeddings get their gradients in I: they
+cost little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class _Late:
+    """A product that is still to be made: weight.grad += grad^T x."""
+
+    weight: Tensor
+    x: Tensor
+    grad: Tensor
+
+
+class LateWeightGradients:
+    """The weight gradients that a stage's backwards have put off, in the order of its layers."""
+
+    def __init__(self) -> None:
+        self._late: list[_Late] = []
+
+    def put(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        """Put off the gradient of `weight` (out, in), from `x` (…, in) and `grad` (…, out)."""
+        self._late.append(_Late(weight, x.flatten(0, -2), grad.flatten(0, -2)))
+
+    def take(self) -> LateWeightGradients:
+        """What has been put off since the last call."""
+        taken = LateWeightGradients()
+        taken._late, self._late = self._late, []
+        return taken
+
+    def compute(self) -> None:
+        """Add what was put off to the weights' gradients, and let go of it layer by layer."""
+        while self._late:
+            late = self._late.pop(0)
+            if late.weight.grad is None:
+                late.weight.grad = late.grad.t() @ late.x
+            else:
+                late.weight.grad.addmm_(late.grad.t(), late.x)
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateWeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.late, ctx.has_bias = weight, late, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.late.put(ctx.weight, x, grad)
+        bias_grad = grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        return grad @ weight, None, bias_grad, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, late: LateWeightGradients | None
+) -> Tensor:
+    """x W^T + b: (…, in) -> (…, out).
+
+    Args:
+        late: where the weight's gradient is put off to; None: backward computes it at once.
+    """
+    if late is None:
+        return F.linear(x, weight, bias)
+    return _SplitLinear.apply(x, weight, bias, late)
