@@ -10,18 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 
 from megagrid.config.dump import toml_value
-from megagrid.config.schema import Config, ModelConfig, ScheduleName
+from megagrid.config.schema import Config, ModelConfig
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
-
-TRAINABLE_SCHEDULES: tuple[ScheduleName, ...] = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "ZB1P",
-    "ZBV",
-)
-"""Pipeline schedules that the executor is tested with."""
 
 NO_FP64_DEVICES = ("mps",)
 
@@ -162,20 +153,16 @@ def positions_reach_the_sequence(config: Config) -> None:
 # --- Pipeline ------------------------------------------------------------------------------------
 
 
-def schedule_is_trainable(config: Config) -> None:
-    """A schedule that can be generated isn't yet one that the executor is tested with."""
-    schedule = config.parallel.pipeline_schedule
-    if schedule not in TRAINABLE_SCHEDULES:
-        raise ConfigError(
-            f'parallel.pipeline_schedule="{schedule}" can be drawn but not trained with yet; '
-            f"choose {_choice(TRAINABLE_SCHEDULES)}"
-        )
-
-
 def schedule_fits_the_chunks(config: Config) -> None:
-    """Interleaved1F1B takes any number of chunks a rank, ZBV two, the others one."""
+    """Interleaved1F1B takes two or more chunks a rank, ZBV two, the others one."""
     schedule, chunks = config.parallel.pipeline_schedule, config.parallel.virtual_pipeline_size
     if schedule == "Interleaved1F1B":
+        if chunks < 2:
+            raise ConfigError(
+                f"parallel.virtual_pipeline_size={chunks} leaves "
+                'parallel.pipeline_schedule="Interleaved1F1B" nothing to interleave; choose 2 or '
+                'more, or parallel.pipeline_schedule="1F1B"'
+            )
         return
     needed = 2 if schedule == "ZBV" else 1
     if chunks != needed:
@@ -338,7 +325,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
     context_parallel_is_to_come,
     positions_reach_the_sequence,
     sequence_parallel_splits_the_sequence,
-    schedule_is_trainable,
     schedule_fits_the_chunks,
     every_stage_has_layers,
     layers_per_stage_adds_up,

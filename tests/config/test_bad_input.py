@@ -202,8 +202,13 @@ MISTAKES = {
     "context parallelism": override(
         "parallel.context_parallel_size=2", told=("context_parallel_size=2", "choose 1")
     ),
-    "schedule that isn't trainable yet": override(
-        "parallel.pipeline_schedule=ZB1P", told=('pipeline_schedule="ZB1P"', "choose GPipe or 1F1B")
+    "interleaved schedule with nothing to interleave": override(
+        "parallel.pipeline_schedule=Interleaved1F1B",
+        told=("parallel.virtual_pipeline_size=1", '"Interleaved1F1B"', "choose 2 or more"),
+    ),
+    "V-shaped schedule with one chunk": override(
+        "parallel.pipeline_schedule=ZBV",
+        told=("parallel.virtual_pipeline_size=1", '"ZBV"', "choose 2"),
     ),
     "chunks without an interleaved schedule": override(
         "parallel.virtual_pipeline_size=2",
