@@ -129,7 +129,6 @@ class _ProgressBar:
     """A bar for each thing done to the input; on stderr, so that stdout holds the result."""
 
     def __init__(self, total_bytes: int):
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -138,6 +137,8 @@ class _ProgressBar:
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
+
+        from megagrid.terminal import Console
 
         self._total = total_bytes
         self._tasks: dict[str, int] = {}

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
@@ -15,6 +14,7 @@ from megagrid.config.rules import check, placement
 from megagrid.errors import GridError
 from megagrid.grid.placement import AXES, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
+from megagrid.terminal import Console
 
 INNERMOST_FIRST = tuple(reversed(AXES))
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from megagrid.config.load import load
 from megagrid.config.rules import check, placement
 from megagrid.errors import ConfigError, MegagridError
 from megagrid.grid.placement import Placement
+from megagrid.terminal import Console
 from megagrid.train.metrics import StepRecord, read_records
 
 _AXIS_SIZES = re.compile(r"(?:(?:tp|pp|dp)[1-9]\d*)+")

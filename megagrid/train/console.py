@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.text import Text
 
+from megagrid.terminal import Console
 from megagrid.train.metrics import StepRecord
 
 GIB = 2**30
