@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     # Lowest first. A module belongs to the longest name that it starts with, and may import its
     # own layer and those below.
-    ("errors", "units"),
+    ("errors", "terminal"),
     ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
     ("pipeline.schedules", "pipeline.partition"),
     ("plan",),
@@ -30,16 +30,16 @@ LAYERS = (
     ("cli", "__main__"),
 )
 
-TORCH_FREE = ("errors", "units", "config", "data", "plan", "pipeline.schedules", "cli")
+TORCH_FREE = ("errors", "terminal", "config", "data", "plan", "pipeline.schedules", "cli")
 TORCH_FREE += ("pipeline.partition", "grid.topology", "grid.placement", "grid.bootstrap")
 TORCH_FREE += ("train.command", "train.launch", "grid.command")
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
 told at once. plan.dryrun is the exception."""
 
 NARROW = {
-    "data": ("errors", "units", "config", "data"),
-    "comm": ("errors", "units", "grid", "comm"),
-    "nn": ("errors", "units", "grid", "comm", "nn"),
+    "data": ("errors", "terminal", "config", "data"),
+    "comm": ("errors", "terminal", "grid", "comm"),
+    "nn": ("errors", "terminal", "grid", "comm", "nn"),
 }
 """Packages that may import less than their layer: a layer of the network is given an axis and
 numbers, never the recipe."""
