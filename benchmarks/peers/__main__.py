@@ -216,7 +216,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--rounds", type=int, default=3, help="turns of each system on each layout (default 3)")
     add("--steps", type=int, help=f"of a run (default {Recipe.steps})")
-    add("--warmup", type=int, default=3, help="first steps that aren't timed (default 3)")
+    add("--warmup", type=int, default=2, help="first steps that aren't timed (default 2)")
     add("--threads", type=int, help="of a rank (default: cores / ranks, at least 1)")
     add("--global-batch-size", type=int, default=Recipe.global_batch_size)
     add("--micro-batch-size", type=int, default=Recipe.micro_batch_size)

@@ -64,7 +64,7 @@ class Layout:
 class Recipe:
     """The work, and the knobs that all systems share. Learning rate constant, precision fp32."""
 
-    steps: int = 10
+    steps: int = 6
     seq_length: int = 512
     global_batch_size: int = 8
     micro_batch_size: int = 1
