@@ -18,7 +18,7 @@ LAYERS = (
     # own layer and those below.
     ("errors", "terminal"),
     ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
-    ("pipeline.schedules", "pipeline.partition"),
+    ("pipeline.schedules", "pipeline.partition", "pipeline.program"),
     ("plan",),
     ("grid",),
     ("comm",),
@@ -31,7 +31,13 @@ LAYERS = (
 )
 
 TORCH_FREE = ("errors", "terminal", "config", "data", "plan", "pipeline.schedules", "cli")
-TORCH_FREE += ("pipeline.partition", "grid.topology", "grid.placement", "grid.bootstrap")
+TORCH_FREE += (
+    "pipeline.partition",
+    "pipeline.program",
+    "grid.topology",
+    "grid.placement",
+    "grid.bootstrap",
+)
 TORCH_FREE += ("train.command", "train.launch", "grid.command")
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
 told at once. plan.dryrun is the exception."""

@@ -156,6 +156,8 @@ def positions_reach_the_sequence(config: Config) -> None:
 def schedule_fits_the_chunks(config: Config) -> None:
     """Interleaved1F1B takes two or more chunks a rank, ZBV two, the others one."""
     schedule, chunks = config.parallel.pipeline_schedule, config.parallel.virtual_pipeline_size
+    if config.parallel.pipeline_schedule_file is not None:
+        return
     if schedule == "Interleaved1F1B":
         if chunks < 2:
             raise ConfigError(

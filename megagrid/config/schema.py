@@ -74,6 +74,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Norms and residuals sharded along the sequence over the tp axis."""
     pipeline_schedule: ScheduleName = "1F1B"
+    pipeline_schedule_file: str | None = None
+    """A schedule as `megagrid schedule --save` writes it, run in place of `pipeline_schedule`."""
     virtual_pipeline_size: PositiveInt = 1
     """Chunks of layers on each pipeline rank."""
     layers_per_stage: list[NonNegativeInt] | None = None
@@ -202,6 +204,8 @@ class LoggingConfig(Section):
     """Steps between lines on the console; metrics.jsonl has every step."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one device in TFLOP/s, for MFU and HFU; None: by the device's name, if known."""
+    trace_interval: NonNegativeInt = 0
+    """Steps between steps whose pipeline actions are timed, for `megagrid report`; 0: none."""
     wandb: Literal["online", "offline", "off"] = "off"
     wandb_project: str = "megagrid"
     wandb_name: str | None = None

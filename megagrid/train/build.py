@@ -23,7 +23,8 @@ from megagrid.nn.layout import ParameterShard, parameter_shards
 from megagrid.optim.adamw import AdamW
 from megagrid.pipeline.executor import Executor
 from megagrid.pipeline.partition import stage_layers
-from megagrid.pipeline.schedules import Kind, Program, forward_only, generate, lower, verify
+from megagrid.pipeline.program import evaluation_program, training_program
+from megagrid.pipeline.schedules import Kind, Program
 from megagrid.pipeline.stage import Stage
 
 
@@ -32,14 +33,12 @@ class Engine:
     """One rank's part of a run: the model, its optimizer and the programs that drive it.
 
     Attributes:
-        microbatches: of one rank in one step.
         shards: what this rank owns of the parameters, over all its stages.
         training, evaluation: what this rank runs in a step, and to evaluate a global batch.
     """
 
     config: Config
     grid: Grid
-    microbatches: int
     shards: list[ParameterShard]
     optimizer: AdamW
     executor: Executor
@@ -52,45 +51,30 @@ def build_engine(config: Config, grid: Grid) -> Engine:
 
     Collective over all ranks.
     """
-    parallel = config.parallel
-    microbatches = config.train.global_batch_size // (config.train.micro_batch_size * grid.dp.size)
-    schedule = generate(
-        parallel.pipeline_schedule,
-        num_ranks=grid.pp.size,
-        num_microbatches=microbatches,
-        virtual_stages=parallel.virtual_pipeline_size,
+    training = training_program(config, grid.placement)
+    layers = stage_layers(config.model, training.num_stages, config.parallel.layers_per_stage)
+    is_split = any(
+        step.is_compute and step.action.kind is Kind.W for step in training.steps[grid.pp.rank]
     )
-    layers = stage_layers(config.model, schedule.num_stages, parallel.layers_per_stage)
-    is_tied_over_stages = config.model.tied_embeddings and schedule.num_stages > 1
-    training = lower(schedule, tied=is_tied_over_stages)
-    verify(training)
-    is_split = any(action.kind is Kind.W for order in schedule.orders for action in order)
     stages = {
         number: _build(
             config,
             grid,
             _share(layers, number),
-            embedding=_embedding_axis(grid, schedule.placement, number),
+            embedding=_embedding_axis(grid, training.placement, number),
             is_split=is_split,
         )
-        for number in schedule.stages_of_rank(grid.pp.rank)
+        for number in training.stages_of_rank(grid.pp.rank)
     }
     shards = [shard for stage in stages.values() for shard in stage.shards]
     return Engine(
         config=config,
         grid=grid,
-        microbatches=microbatches,
         shards=shards,
         optimizer=AdamW(shards, config.optimizer),
         executor=Executor(stages, grid, COMPUTE_DTYPES[config.train.precision]),
         training=training,
-        evaluation=lower(
-            forward_only(
-                num_stages=schedule.num_stages,
-                num_microbatches=microbatches,
-                placement=schedule.placement,
-            )
-        ),
+        evaluation=evaluation_program(training),
     )
 
 

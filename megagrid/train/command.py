@@ -15,6 +15,7 @@ from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
 from megagrid.grid import bootstrap
+from megagrid.pipeline.program import training_program
 from megagrid.train.launch import USER_MISTAKE, start_ranks
 
 
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(dump(config), end="")
         return 0
     _check_inputs(config)
+    training_program(config, placement(config, arguments.nproc))
     if world_size > 1:
         start_ranks(world_size, ["train", arguments.recipe, *arguments.overrides])
     return _train(config)

@@ -1,0 +1,98 @@
+"""From a recipe to the program that its pipeline runs. Pure, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megagrid.config.schema import Config
+from megagrid.errors import ConfigError
+from megagrid.grid.placement import Placement
+from megagrid.pipeline.schedules import (
+    Program,
+    Schedule,
+    forward_only,
+    generate,
+    load,
+    lower,
+    verify,
+)
+
+
+def microbatches(config: Config, placement: Placement) -> int:
+    """Microbatches of one data-parallel rank in one step."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * placement.dp)
+
+
+def training_program(config: Config, placement: Placement) -> Program:
+    """What the pipeline's ranks do in a step: the schedule of the recipe, by name or from its file,
+    lowered and verified.
+
+    Raises:
+        ScheduleError: the schedule can't run; says why, and draws it.
+        ConfigError: the file's schedule is for another pipeline or number of microbatches.
+    """
+    parallel = config.parallel
+    number = microbatches(config, placement)
+    if parallel.pipeline_schedule_file is None:
+        schedule = generate(
+            parallel.pipeline_schedule,
+            num_ranks=placement.pp,
+            num_microbatches=number,
+            virtual_stages=parallel.virtual_pipeline_size,
+        )
+    else:
+        schedule = load(Path(parallel.pipeline_schedule_file))
+        _check_fit(config, placement, schedule)
+    if isinstance(schedule, Schedule):
+        schedule = lower(schedule, tied=is_tied_over_stages(config))
+    verify(schedule)
+    return schedule
+
+
+def evaluation_program(training: Program) -> Program:
+    """The forwards of the same stages on the same ranks, for as many microbatches."""
+    return lower(
+        forward_only(
+            num_stages=training.num_stages,
+            num_microbatches=training.num_microbatches,
+            placement=training.placement,
+        )
+    )
+
+
+def is_tied_over_stages(config: Config) -> bool:
+    """Whether a tied embedding has its two ends in two stages."""
+    return config.model.tied_embeddings and config.parallel.num_stages > 1
+
+
+def _check_fit(config: Config, placement: Placement, schedule: Schedule | Program) -> None:
+    """Whether a schedule from a file is for this run."""
+    key, parallel = "parallel.pipeline_schedule_file", config.parallel
+    path = parallel.pipeline_schedule_file
+    number = microbatches(config, placement)
+    if schedule.num_ranks != placement.pp:
+        raise ConfigError(
+            f'{key}="{path}" is for {schedule.num_ranks} ranks, parallel.pipeline_parallel_size is '
+            f"{placement.pp}; set it to {schedule.num_ranks}"
+        )
+    if schedule.num_stages != parallel.num_stages:
+        raise ConfigError(
+            f'{key}="{path}" has {schedule.num_stages} stages, parallel.pipeline_parallel_size='
+            f"{placement.pp} x virtual_pipeline_size={parallel.virtual_pipeline_size} makes "
+            f"{parallel.num_stages}; set virtual_pipeline_size to "
+            f"{schedule.num_stages // placement.pp}"
+        )
+    if schedule.num_microbatches != number:
+        batch = schedule.num_microbatches * config.train.micro_batch_size * placement.dp
+        raise ConfigError(
+            f'{key}="{path}" is for {schedule.num_microbatches} microbatches, '
+            f"train.global_batch_size={config.train.global_batch_size} makes {number}; set it to "
+            f"{batch}"
+        )
+    if schedule.forward_only:
+        raise ConfigError(f'{key}="{path}" has forwards alone; nothing would be trained')
+    if isinstance(schedule, Program) and schedule.tied != is_tied_over_stages(config):
+        raise ConfigError(
+            f'{key}="{path}" says tied: {"yes" if schedule.tied else "no"}, '
+            f"model.tied_embeddings is {str(config.model.tied_embeddings).lower()}; make them agree"
+        )
