@@ -1,0 +1,117 @@
+"""transformers' models with this project's weights: an implementation by other people."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from megagrid.config.schema import ModelConfig
+from megagrid.nn.loss import IGNORE
+
+Tensors = dict[str, Tensor]
+
+
+def oracle(model: ModelConfig, weights: Tensors) -> PreTrainedModel:
+    """The model in float64, computing attention by its definition, without dropout.
+
+    Args:
+        weights: whole tensors by global name.
+    """
+    built, renamed = {"llama": _llama, "gpt": _gpt2}[model.family](model, weights)
+    built = built.double().eval()
+    missing, unexpected = built.load_state_dict(renamed, strict=False)
+    tied = {"lm_head.weight"} if model.tied_embeddings else set()
+    assert set(missing) <= tied and not unexpected, (missing, unexpected)
+    built.tie_weights()
+    return built
+
+
+def loss_of(built: PreTrainedModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (b, s, V), and the cross-entropy summed over labels that aren't ignored."""
+    logits = built(input_ids=tokens).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return logits, loss
+
+
+def _llama(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tensors]:
+    config = LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_position_embeddings=model.max_seq_length,
+        rms_norm_eps=model.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        tie_word_embeddings=model.tied_embeddings,
+        attn_implementation="eager",
+    )
+    names = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    for n in range(model.num_layers):
+        ours, theirs = f"layers.{n}", f"model.layers.{n}"
+        names |= {
+            f"{ours}.attention_norm": f"{theirs}.input_layernorm",
+            f"{ours}.attention.wq": f"{theirs}.self_attn.q_proj",
+            f"{ours}.attention.wk": f"{theirs}.self_attn.k_proj",
+            f"{ours}.attention.wv": f"{theirs}.self_attn.v_proj",
+            f"{ours}.attention.wo": f"{theirs}.self_attn.o_proj",
+            f"{ours}.mlp_norm": f"{theirs}.post_attention_layernorm",
+            f"{ours}.mlp.gate": f"{theirs}.mlp.gate_proj",
+            f"{ours}.mlp.up": f"{theirs}.mlp.up_proj",
+            f"{ours}.mlp.down": f"{theirs}.mlp.down_proj",
+        }
+    return LlamaForCausalLM(config), {f"{names[_stem(n)]}.weight": w for n, w in weights.items()}
+
+
+def _gpt2(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tensors]:
+    config = GPT2Config(
+        vocab_size=model.vocab_size,
+        n_positions=model.max_seq_length,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_heads,
+        n_inner=model.ffn_hidden_size,
+        activation_function="gelu_new",
+        layer_norm_epsilon=model.norm_eps,
+        tie_word_embeddings=model.tied_embeddings,
+        attn_implementation="eager",
+    )
+    names = {
+        "embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    for n in range(model.num_layers):
+        ours, theirs = f"layers.{n}", f"transformer.h.{n}"
+        names |= {
+            f"{ours}.attention_norm": f"{theirs}.ln_1",
+            f"{ours}.attention.wo": f"{theirs}.attn.c_proj",
+            f"{ours}.mlp_norm": f"{theirs}.ln_2",
+            f"{ours}.mlp.up": f"{theirs}.mlp.c_fc",
+            f"{ours}.mlp.down": f"{theirs}.mlp.c_proj",
+        }
+    renamed = {}
+    for name, weight in weights.items():
+        kind = name.rpartition(".")[2]
+        if _stem(name) in names:
+            is_linear = kind == "weight" and (".mlp." in name or name.endswith("wo.weight"))
+            # Conv1D keeps a linear layer's weight transposed.
+            renamed[f"{names[_stem(name)]}.{kind}"] = weight.t() if is_linear else weight
+    for n in range(model.num_layers):
+        for kind in ("weight", "bias"):
+            qkv = [weights[f"layers.{n}.attention.{w}.{kind}"] for w in ("wq", "wk", "wv")]
+            fused = torch.cat(qkv)
+            renamed[f"transformer.h.{n}.attn.c_attn.{kind}"] = (
+                fused.t() if kind == "weight" else fused
+            )
+    return GPT2LMHeadModel(config), renamed
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
