@@ -12,14 +12,16 @@ A checkpoint is a folder of safetensors files, JSON and the recipe. Nothing in i
 no pickle is written or read. It exists once its manifest does, and the manifest is written last.
 """
 
-from megagrid.checkpoint.find import Found, find_checkpoint
+from megagrid.checkpoint.find import CHECKPOINTS, Found, find_checkpoint
 from megagrid.checkpoint.folders import newest_first
 from megagrid.checkpoint.layout import Entry, entries
 from megagrid.checkpoint.load import load, load_trainer_state
 from megagrid.checkpoint.retention import should_save
 from megagrid.checkpoint.save import save
+from megagrid.checkpoint.together import on_first_rank
 
 __all__ = [
+    "CHECKPOINTS",
     "Entry",
     "Found",
     "entries",
@@ -27,6 +29,7 @@ __all__ = [
     "load",
     "load_trainer_state",
     "newest_first",
+    "on_first_rank",
     "save",
     "should_save",
 ]

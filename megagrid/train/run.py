@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -23,6 +23,7 @@ from megagrid.optim.lr_schedule import learning_rate
 from megagrid.plan import flops, hardware
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable
+from megagrid.train.folder import lock_folder
 from megagrid.train.metrics import MetricsLog, Sink, StepRecord, Stopwatch
 from megagrid.train.step import apply_gradients, compute_gradients, evaluate
 from megagrid.train.tracking import WandbTracker
@@ -66,7 +67,9 @@ class Run:
         self.grid = grid
         self.speaks = grid.rank == 0
         self.folder = Path(config.logging.run_dir)
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints = self.folder / checkpoint.CHECKPOINTS
+        self._lock: TextIO | None = None
+        checkpoint.on_first_rank(self._take_folder, grid.world)
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
         self.progress = Progress()
@@ -75,7 +78,9 @@ class Run:
         self.peak_flops = _peak_flops(config, grid.device)
 
     def run(self) -> None:
-        """Train from where the progress is to the last step."""
+        """Train from where the progress is to the last step, and let go of the folder."""
+        if self.progress.step >= self.total_steps:
+            self._say(f"nothing to do: the run has {self.total_steps} steps, all made")
         sinks = self._open_sinks()
         watch = Stopwatch()
         steps = self.loader.steps(self.progress.consumed_samples)
@@ -92,6 +97,8 @@ class Run:
             steps.close()
             for sink in sinks:
                 sink.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def _step(self, batches: Sequence[Batch], watch: Stopwatch) -> StepRecord:
         """Make one optimizer step, evaluate if it is time, and say what happened."""
@@ -250,12 +257,14 @@ class Run:
         train = self.config.train
         return Sampler(train.global_batch_size, train.micro_batch_size, self.grid.dp.size)
 
+    def _take_folder(self) -> None:
+        self._lock = lock_folder(self.folder)
+
     def _open_sinks(self) -> list[Sink]:
         """Where records go: nowhere, but on the rank that speaks."""
         if not self.speaks:
             return []
         logging = self.config.logging
-        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         sinks: list[Sink] = [
             MetricsLog(self.folder / "metrics.jsonl", self.progress.step),
