@@ -26,6 +26,9 @@ from megagrid.grid.grid import Grid
 from megagrid.pipeline.schedules import Action, Kind, Program, Span
 from megagrid.pipeline.stage import Microbatch, Stage
 
+SENDS_UNDER_WAY = 2
+"""Messages, times the ranks of the pipeline, that a rank has posted and not yet seen sent."""
+
 
 @dataclass
 class _Step:
@@ -198,6 +201,10 @@ class Executor:
             else:
                 step.sends.append(pending)
         step.sends = [pending for pending in step.sends if not pending.work.is_completed()]
+        # On gloo a send is completed only by waiting for it, and holds its tensor until then. No
+        # program deadlocks if ranks wait for their batches, and so old a message has long arrived.
+        while len(step.sends) > SENDS_UNDER_WAY * self._grid.pp.size:
+            step.sends.pop(0).wait()
 
     def _message(self, step: _Step, action: Action) -> Message:
         peer = step.program.peer(action)
