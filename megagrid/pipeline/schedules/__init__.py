@@ -17,9 +17,9 @@ from megagrid.pipeline.schedules.generators import (
     stages_per_rank,
 )
 from megagrid.pipeline.schedules.lowering import lower
-from megagrid.pipeline.schedules.render import render_svg, render_text
+from megagrid.pipeline.schedules.render import render_charts, render_svg, render_text
 from megagrid.pipeline.schedules.schedule import Program, Schedule, loop_placement, v_placement
-from megagrid.pipeline.schedules.simulate import Simulation, simulate
+from megagrid.pipeline.schedules.simulate import Occupancy, Simulation, simulate
 from megagrid.pipeline.schedules.text import load, save
 from megagrid.pipeline.schedules.timing import Costs, Span, Timeline
 from megagrid.pipeline.schedules.verify import VerifyReport, verify
@@ -29,6 +29,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Occupancy",
     "Program",
     "Schedule",
     "ScheduleError",
@@ -42,6 +43,7 @@ __all__ = [
     "load",
     "loop_placement",
     "lower",
+    "render_charts",
     "render_svg",
     "render_text",
     "save",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from megagrid.pipeline.schedules.action import Action, Kind, Step
 from megagrid.pipeline.schedules.timing import Span, Time, Timeline, ratio
 
 _MAX_COLUMNS = 200  # of the text grid, however short the shortest action of a measured run
+_TITLE_HEIGHT, _ROW_HEIGHT = 34, 26  # of a chart, in pixels
 _STEPS_AROUND = 5  # the marked one, in the drawing of a broken program
 
 _COLOURS = {Kind.F: "#7fa8d9", Kind.B: "#74b98a", Kind.I: "#8fcfb4", Kind.W: "#e8b565"}
@@ -20,17 +21,20 @@ _MEANINGS = {
 }
 
 
-def render_text(timeline: Timeline) -> str:
+def render_text(timeline: Timeline, unit: Time | None = None) -> str:
     """A grid of ranks × time, one column for each unit of time.
 
         rank 0  F0 F1 .  .  B0--- B1---
         rank 1  .  F0 B0--- F1 B1---
 
-    A unit is what the shortest action takes, and others are rounded to it; `.` is idle, `-` goes
-    on.
+    Times are rounded to units; `.` is idle, `-` goes on.
+
+    Args:
+        unit: the time of a column, longer where the grid would have too many of them; None: what
+            the shortest action takes.
     """
     token = _tokens(timeline)
-    unit = _unit(timeline)
+    unit = _unit(timeline, unit)
     width = max(len(token(span.action)) for row in timeline for span in row) + 1
     last = max(_column(row[-1].end, unit) for row in timeline if row)
     lines = []
@@ -50,20 +54,22 @@ def render_text(timeline: Timeline) -> str:
 
 def render_svg(timeline: Timeline, title: str = "") -> str:
     """The same as a picture: an SVG document, colours by kind, a legend below."""
-    row_height, left, top, wide = 26, 64, 34, 1200
-    makespan = max(row[-1].end for row in timeline if row)
-    scale = float(wide / makespan)
-    token = _tokens(timeline)
-    body = [f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>'] if title else []
-    for rank, row in enumerate(timeline):
-        y = top + rank * row_height
-        body.append(f'<text x="8" y="{y + 16}" font-size="12">rank {rank}</text>')
-        body.append(
-            f'<rect x="{left}" y="{y}" width="{wide}" height="{row_height - 4}" fill="#f2f2f2"/>'
-        )
-        body += [_svg_box(span, token(span.action), left, y, row_height - 4, scale) for span in row]
-    y = top + len(timeline) * row_height + 8
-    for index, kind in enumerate(_kinds(timeline)):
+    return render_charts([(title, timeline)])
+
+
+def render_charts(charts: Sequence[tuple[str, Timeline]]) -> str:
+    """Titled timelines one above the other, at one scale of time, with one legend: an SVG document.
+
+    Each begins at 0.
+    """
+    left, wide = 64, 1200
+    scale = float(wide / max(row[-1].end for _, timeline in charts for row in timeline if row))
+    body: list[str] = []
+    y = 0
+    for title, timeline in charts:
+        body += _svg_chart(title, timeline, y, left, wide, scale)
+        y += _TITLE_HEIGHT + len(timeline) * _ROW_HEIGHT + 8
+    for index, kind in enumerate(_kinds(timeline for _, timeline in charts)):
         x = left + index * 140
         body.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLOURS[kind]}"/>')
         label = f"{kind} {_MEANINGS[kind]}"
@@ -72,6 +78,22 @@ def render_svg(timeline: Timeline, title: str = "") -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 16}" height="{y + 28}" '
         f'font-family="sans-serif">\n' + "\n".join(body) + "\n</svg>\n"
     )
+
+
+def _svg_chart(
+    title: str, timeline: Timeline, top: int, left: int, wide: int, scale: float
+) -> list[str]:
+    """The elements of one chart, whose title begins at `top`."""
+    body = []
+    if title:
+        body.append(f'<text x="{left}" y="{top + 20}" font-size="14">{escape(title)}</text>')
+    token, height = _tokens(timeline), _ROW_HEIGHT - 4
+    for rank, row in enumerate(timeline):
+        y = top + _TITLE_HEIGHT + rank * _ROW_HEIGHT
+        body.append(f'<text x="8" y="{y + 16}" font-size="12">rank {rank}</text>')
+        body.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{height}" fill="#f2f2f2"/>')
+        body += [_svg_box(span, token(span.action), left, y, height, scale) for span in row]
+    return body
 
 
 def _svg_box(span: Span, label: str, left: int, y: int, height: int, scale: float) -> str:
@@ -122,15 +144,16 @@ def _tokens(timeline: Timeline) -> Callable[[Action], str]:
     return lambda action: f"{action.kind}{action.microbatch}"
 
 
-def _kinds(timeline: Timeline) -> list[Kind]:
-    present = {span.action.kind for row in timeline for span in row}
+def _kinds(timelines: Iterable[Timeline]) -> list[Kind]:
+    present = {span.action.kind for timeline in timelines for row in timeline for span in row}
     return [kind for kind in _COLOURS if kind in present]
 
 
-def _unit(timeline: Timeline) -> Time:
+def _unit(timeline: Timeline, wanted: Time | None) -> Time:
     spans = [span for row in timeline for span in row]
-    shortest = min(span.end - span.start for span in spans)
-    return max(shortest, ratio(max(span.end for span in spans), _MAX_COLUMNS))
+    if wanted is None:
+        wanted = min(span.end - span.start for span in spans)
+    return max(wanted, ratio(max(span.end for span in spans), _MAX_COLUMNS))
 
 
 def _column(time: Time, unit: Time) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megagrid.pipeline.schedules.action import Action, Kind, ScheduleError
 from megagrid.pipeline.schedules.rendezvous import Rendezvous
@@ -11,20 +12,28 @@ from megagrid.pipeline.schedules.timing import Costs, Time, Timeline, ratio
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """What a step costs. Times are in the unit of the costs that were simulated.
+class Occupancy:
+    """When each compute action ran, simulated or measured, and how busy that kept the ranks.
+
+    Times are in whichever unit the timeline has.
 
     Attributes:
-        timeline: per rank, when each compute action ran.
-        makespan: from the first action's start to the last one's end, on any rank.
-        busy: per rank, time spent on compute actions.
-        peak_memory: per rank, the most activation memory held at any time.
+        timeline: per rank, its compute actions in order; none is without.
     """
 
     timeline: Timeline
-    makespan: Time
-    busy: tuple[Time, ...]
-    peak_memory: tuple[Time, ...]
+
+    @cached_property
+    def makespan(self) -> Time:
+        """From the first action's start to the last one's end, on any rank."""
+        return max(row[-1].end for row in self.timeline) - min(
+            row[0].start for row in self.timeline
+        )
+
+    @cached_property
+    def busy(self) -> tuple[Time, ...]:
+        """Per rank, time spent on compute actions."""
+        return tuple(sum(span.end - span.start for span in row) for row in self.timeline)
 
     @property
     def bubble_rates(self) -> tuple[Time, ...]:
@@ -43,12 +52,23 @@ class Simulation:
         Ranks start one after another. Where they also end so, and the optimizer step needs no
         meeting of all, steps follow each other at this distance: the "cost" of arXiv 2401.10241.
         """
-        return max(row[-1].end - row[0].start for row in self.timeline if row)
+        return max(row[-1].end - row[0].start for row in self.timeline)
 
     @property
     def step_bubble_rate(self) -> Time:
         """The bubble rate of arXiv 2401.10241: (step_time - busy) / step_time of the busiest."""
         return 1 - ratio(max(self.busy), self.step_time)
+
+
+@dataclass(frozen=True)
+class Simulation(Occupancy):
+    """What a step costs. Times are in the unit of the costs that were simulated.
+
+    Attributes:
+        peak_memory: per rank, the most activation memory held at any time.
+    """
+
+    peak_memory: tuple[Time, ...]
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Simulation:
@@ -71,8 +91,6 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulation:
         )
     return Simulation(
         timeline=outcome.timeline,
-        makespan=max(row[-1].end for row in outcome.timeline if row),
-        busy=tuple(sum(span.end - span.start for span in row) for row in outcome.timeline),
         peak_memory=tuple(
             _peak_memory(program.compute_order(rank), costs, program.forward_only)
             for rank in range(program.num_ranks)

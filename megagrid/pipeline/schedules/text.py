@@ -32,6 +32,11 @@ _YES_NO = {"yes": True, "no": False}
 
 def save(saved: Schedule | Program, path: Path) -> None:
     """Writes a schedule or a program; `load` gives it back equal."""
+    write(path, to_text(saved))
+
+
+def to_text(saved: Schedule | Program) -> str:
+    """What `save` writes."""
     is_program = isinstance(saved, Program)
     lines = [
         f"{'program' if is_program else 'schedule'}: {saved.name}",
@@ -46,7 +51,7 @@ def save(saved: Schedule | Program, path: Path) -> None:
     for rank, row in enumerate(saved.steps if is_program else saved.orders):
         line = f"rank {rank}: {' '.join(map(str, row))}"
         lines.append(textwrap.fill(line, 100, subsequent_indent="    ", break_long_words=False))
-    write(path, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def write(path: Path, text: str) -> None:
