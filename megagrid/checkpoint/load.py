@@ -66,4 +66,7 @@ def _trainer_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint} holds no {TRAINER_STATE}: only weights can be read")
     if problems := find_damage(checkpoint, [(TRAINER_STATE, stated)], deep=True):
         raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
-    return json.loads((checkpoint / TRAINER_STATE).read_text())
+    try:
+        return json.loads((checkpoint / TRAINER_STATE).read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint} is damaged: {TRAINER_STATE}: {error}") from None
