@@ -1,0 +1,191 @@
+"""A run that was stopped and goes on computes what it would have computed without the stop.
+
+Rows C4, C5, C6, C9, C14 and C15 of the faults that other trainers have had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megagrid import checkpoint
+from megagrid.grid.placement import Placement
+from megagrid.train import run as run_module
+from megagrid.train.run import Run
+from tests.end_to_end.t0 import (
+    ALL_AXES,
+    ALONE,
+    BF16,
+    DP2,
+    DP4,
+    DROPOUT,
+    GPT,
+    HALF_WAY,
+    PP2,
+    PP2DP2,
+    PP4,
+    SAVED_AT,
+    SP,
+    TIED,
+    TP2,
+    TP2DP2,
+    TP2PP2,
+    TP4,
+    Sections,
+    assert_parity,
+    computed,
+    differing,
+    merged,
+    name_of,
+    read_tensors,
+    strategy,
+)
+
+GPT_DROPOUT = merged(GPT, DROPOUT)
+
+
+def restarted(placement: Placement, *parts: Sections, name: str, slow: bool = False):
+    """A row of the table below."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(placement, merged(*parts), id=f"{name_of(placement)}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        restarted(ALONE, name="llama"),
+        restarted(ALONE, GPT_DROPOUT, name="gpt-dropout"),
+        restarted(TP2, SP, GPT_DROPOUT, name="sp-gpt-dropout"),
+        restarted(PP2, TIED, name="tied"),
+        restarted(DP2, strategy("FULL_SHARD"), name="full_shard"),
+        restarted(DP2, strategy("SHARD_GRAD_OP"), name="shard_grad_op"),
+        restarted(DP2, strategy("NO_SHARD"), GPT_DROPOUT, name="no_shard-gpt-dropout"),
+        restarted(DP2, BF16, name="bf16"),
+        restarted(TP2PP2, GPT_DROPOUT, name="gpt-dropout"),  # C6
+        restarted(ALL_AXES, SP, TIED, GPT_DROPOUT, name="sp-tied-gpt-dropout", slow=True),
+    ],
+)
+def test_four_and_four_steps_equal_eight_bit_by_bit(trainer, placement, keys):
+    whole = trainer.train(placement, keys, HALF_WAY)
+    rest = trainer.resume(whole, placement, keys)
+    assert computed(rest.records) == computed(whole.records[SAVED_AT:])
+    assert differing(rest.tensors(8), whole.tensors(8)) == []
+
+
+def save_a_copy_and_go_on(run: Run) -> None:
+    """Save what was loaded at once, and then train."""
+    entries = checkpoint.entries(run.engine.shards, run.engine.optimizer)
+    checkpoint.save(run.folder / "copy", entries, {"step": SAVED_AT}, world=run.grid.world)
+    run.run()
+
+
+@pytest.mark.parametrize(
+    ("saved", "keys", "resumed"),
+    [
+        (TP2DP2, SP, [ALONE, PP2, TP4, DP4]),
+        (PP2, TIED, [TP2, DP2]),
+        (ALONE, GPT_DROPOUT, [TP2PP2, DP4]),
+        (PP2DP2, strategy("NO_SHARD"), [PP4, TP2]),
+        pytest.param(ALL_AXES, TIED, [Placement(tp=4, pp=2), ALONE], marks=pytest.mark.slow),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, Placement) else "",
+)
+def test_a_run_goes_on_on_any_other_grid(trainer, saved, keys, resumed):
+    """C14: the same tensors, bit by bit. C15: steps 6 to 8 as well, which show the moments."""
+    # Sequence parallelism and sharding are the saving grid's affair.
+    model = {section: keys[section] for section in keys if section != "parallel"}
+    former = trainer.train(saved, keys, HALF_WAY)
+    reference = trainer.reference(model)
+    assert_parity(former.records, reference.records)
+    for placement in resumed:
+        rest = trainer.resume(former, placement, model, work=save_a_copy_and_go_on)
+        copy = rest.folder / "copy" / "step-00000004"
+        assert differing(read_tensors(copy), former.tensors(SAVED_AT)) == []
+        assert [record.step for record in rest.records] == [5, 6, 7, 8]
+        assert_parity(rest.records, reference.records)
+
+
+def run_and_note_samples(run: Run) -> list[list[int]]:
+    """Numbers of the samples that this rank computed in each step."""
+    seen: list[list[int]] = []
+
+    def noting(engine, batches, *rest: Any):
+        seen.append([sample for batch in batches for sample in batch.sample_ids.tolist()])
+        return compute_gradients(engine, batches, *rest)
+
+    compute_gradients = run_module.compute_gradients
+    with patch.object(run_module, "compute_gradients", noting):
+        run.run()
+    return seen
+
+
+@pytest.mark.parametrize("placement", [ALONE, DP2, TP2DP2], ids=name_of)
+@pytest.mark.parametrize("batch", [8, 4, 16])
+def test_a_resumed_run_begins_with_the_next_unseen_sample(trainer, placement, batch):
+    """C4, and any global batch: the position is a number of samples."""
+    former = trainer.reference()
+    train = {"train": {"global_batch_size": batch, "steps": 6}}
+    rest = trainer.resume(former, placement, train, work=run_and_note_samples)
+    for step in (0, 1):
+        first = 32 + step * batch
+        fed = {sample for report in rest.ranks for sample in report.result[step]}
+        assert fed == set(range(first, first + batch))
+        assert rest.records[step].sample_ids == (first, first + batch - 1)
+        assert rest.records[step].consumed_samples == first + batch
+        assert rest.records[step].consumed_tokens == (first + batch) * 32
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_the_learning_rate_goes_on_where_it_was(trainer, kind):
+    """C5."""
+    keys = {
+        "model": {"num_layers": 1},
+        "train": {"steps": 20, "global_batch_size": 2},
+        "lr_schedule": {"kind": kind, "warmup_steps": 9},
+    }
+    whole = trainer.train(ALONE, keys, {"checkpoint": {"save_interval": 7}})
+    rest = trainer.resume(whole, ALONE, keys, step=7)
+    assert [record.step for record in rest.records] == list(range(8, 21))
+    assert [record.lr for record in rest.records] == [record.lr for record in whole.records[7:]]
+
+
+def groups_after_run(run: Run) -> list[dict[str, Any]]:
+    """The optimizer's groups, without their parameters."""
+    run.run()
+    groups = run.engine.optimizer._adamw.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def test_decayed_and_undecayed_weights_keep_their_settings(trainer):
+    """C9: both groups have lr, betas and weight decay after a resume, and act on them."""
+    optimizer = {"optimizer": {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-7}}
+    whole = trainer.train(DP2, optimizer, HALF_WAY, work=groups_after_run)
+    rest = trainer.resume(whole, DP2, optimizer, work=groups_after_run)
+    decayed, undecayed = rest.ranks[0].result
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
+    assert decayed["lr"] == undecayed["lr"] == rest.records[-1].lr
+    assert rest.ranks[0].result == whole.ranks[0].result
+    assert differing(rest.tensors(8), whole.tensors(8)) == []
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(trainer):
+    """Under a constant rate, which is all that the length of the run has a say in."""
+    constant = {"lr_schedule": {"kind": "constant"}}
+    whole = trainer.reference(constant)
+    shorter = trainer.train(TP2, constant, {"train": {"steps": 4}})
+    folder = {"logging": {"run_dir": str(shorter.folder)}}
+    longer = trainer.train(DP2, constant, folder, {"checkpoint": {"resume": "latest"}})
+    assert [record.step for record in longer.records] == list(range(1, 9))
+    assert_parity(longer.records, whole.records)
+
+
+def test_a_finished_run_has_nothing_left_to_do(trainer):
+    done = trainer.train(TP2)
+    before = (done.folder / "metrics.jsonl").read_bytes()
+    folder = {"logging": {"run_dir": str(done.folder)}}
+    again = trainer.train(TP2, folder, {"checkpoint": {"resume": "latest"}})
+    assert (again.folder / "metrics.jsonl").read_bytes() == before
+    assert "at step 8" in again.ranks[0].output
+    assert again.ranks[1].output == ""
