@@ -1,0 +1,125 @@
+"""AdamW on shards: the published update, decay where it belongs, states that can be loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megagrid.config.schema import OptimizerConfig
+from megagrid.nn.init import ZEROS
+from megagrid.nn.layout import Box, Layout, ParameterShard, Piece
+from megagrid.optim.adamw import MOMENTS, AdamW
+
+CONFIG = OptimizerConfig(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
+
+
+def shard(seed: int, *shape: int, decay: bool = True) -> ParameterShard:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    parameter = nn.Parameter(values)
+    piece = Piece(f"w{seed}", shape, Box((0,) * len(shape), shape), shape[0], ZEROS)
+    boxes = tuple(Layout((piece,), decay).rows(0, shape[0]))
+    return ParameterShard(f"w{seed}", parameter, parameter.detach(), boxes, decay)
+
+
+def give_gradients(shards: list[ParameterShard], step: int) -> None:
+    for index, one in enumerate(shards):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        one.parameter.grad = torch.randn(one.tensor.shape, generator=generator)
+
+
+def updated(w: Tensor, gradients: list[Tensor], lrs: list[float], decay: float) -> Tensor:
+    """Loshchilov & Hutter 2019, algorithm 2, in float64."""
+    w, m, v = w.double(), torch.zeros_like(w).double(), torch.zeros_like(w).double()
+    for step, (g, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
+        m = CONFIG.beta1 * m + (1 - CONFIG.beta1) * g.double()
+        v = CONFIG.beta2 * v + (1 - CONFIG.beta2) * g.double() ** 2
+        m_hat, v_hat = m / (1 - CONFIG.beta1**step), v / (1 - CONFIG.beta2**step)
+        w = w - lr * (m_hat / (v_hat.sqrt() + CONFIG.eps) + decay * w)
+    return w
+
+
+def test_update_is_the_published_one_at_every_learning_rate():
+    shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
+    before = [one.tensor.clone() for one in shards]
+    optimizer = AdamW(shards, CONFIG)
+    gradients: list[list[Tensor]] = [[], []]
+    lrs = [1e-2, 5e-3, 2e-2]
+    for step, lr in enumerate(lrs):
+        give_gradients(shards, step)
+        for kept, one in zip(gradients, shards, strict=True):
+            kept.append(one.grad.clone())
+        optimizer.step(lr)
+    for one, w, kept in zip(shards, before, gradients, strict=True):
+        expected = updated(w, kept, lrs, CONFIG.weight_decay if one.decay else 0.0)
+        # A few roundings of float32 a step.
+        assert (one.tensor - expected).abs().max() < 1e-6
+        assert torch.equal(one.parameter.detach(), one.tensor)
+
+
+def test_decay_moves_decayed_weights_by_lr_times_decay_times_weight():
+    """And leaves the others: epfLLM/Megatron-LLM #33 decayed norms and biases too."""
+    results = []
+    for weight_decay in (0.0, 0.5):
+        shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
+        before = shards[0].tensor.clone()
+        give_gradients(shards, 1)
+        config = CONFIG.model_copy(update={"weight_decay": weight_decay})
+        AdamW(shards, config).step(1e-2)
+        results.append([one.tensor for one in shards])
+    (matrix, norm), (decayed, undecayed) = results
+    assert torch.equal(norm, undecayed)
+    torch.testing.assert_close(matrix - decayed, 1e-2 * 0.5 * before, rtol=0, atol=1e-7)
+
+
+def test_gradients_are_dropped_after_a_step():
+    shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
+    give_gradients(shards, 1)
+    AdamW(shards, CONFIG).step(1e-2)
+    assert [one.grad for one in shards] == [None, None]
+
+
+def test_states_exist_before_the_first_step():
+    """So that memory is known from the start, and a checkpoint has something to load into."""
+    shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
+    optimizer = AdamW(shards, CONFIG)
+    for name in MOMENTS:
+        assert [m.shape for m in optimizer.moments(name)] == [(4, 3), (5,)]
+        assert not any(m.any() for m in optimizer.moments(name))
+
+
+def test_loaded_states_continue_as_if_uninterrupted():
+    """Moments and the step count, which the bias correction depends on."""
+    shards, resumed = ([shard(1, 4, 3), shard(2, 5, decay=False)] for _ in range(2))
+    optimizer = AdamW(shards, CONFIG)
+    for step in (1, 2, 3):
+        if step == 3:
+            other = AdamW(resumed, CONFIG)
+            other.set_step(2)
+            for name in MOMENTS:
+                for to, of in zip(other.moments(name), optimizer.moments(name), strict=True):
+                    to.copy_(of)
+            for to, of in zip(resumed, shards, strict=True):
+                to.tensor.copy_(of.tensor)
+            give_gradients(resumed, step)
+            other.step(1e-2)
+        give_gradients(shards, step)
+        optimizer.step(1e-2)
+    for one, two in zip(shards, resumed, strict=True):
+        assert torch.equal(one.tensor, two.tensor)
+
+
+@pytest.mark.parametrize("decay", [True, False])
+def test_a_rank_may_own_parameters_of_one_kind_only(decay):
+    shards = [shard(1, 4, 3, decay=decay)]
+    give_gradients(shards, 1)
+    before = shards[0].tensor.clone()
+    AdamW(shards, CONFIG).step(1e-2)
+    assert not torch.equal(shards[0].tensor, before)
+
+
+def test_a_shard_without_rows_is_no_obstacle():
+    """With more dp ranks than rows some own nothing of a parameter."""
+    shards = [shard(1, 0, 3), shard(2, 5)]
+    give_gradients(shards, 1)
+    AdamW(shards, CONFIG).step(1e-2)
