@@ -25,12 +25,14 @@ class Variant:
         family: "llama" or "gpt".
         precision: of the recipe.
         steps: optimizer steps of the run.
+        ignored: samples of each eight whose labels are all ignored.
         keys: in which it differs from the tiny model of its family.
     """
 
     family: str
     precision: str = "fp32"
     steps: int = 8
+    ignored: tuple[int, ...] = (5,)
     keys: Keys = ()
 
     def __str__(self) -> str:

@@ -19,9 +19,10 @@ from tests.equivalence.tolerance import (
     Reference,
     deviations,
     noise,
+    step_deviations,
     update_bounds,
 )
-from tests.equivalence.trainer import Model, Run, train, train_draws
+from tests.equivalence.trainer import Model, Run, Surroundings, train, train_draws
 from tests.ranks import Ranks
 
 DRAWS = 8
@@ -36,20 +37,33 @@ class Equivalence:
     def __init__(self, ranks: Ranks, largest: dict[str, tuple[Deviation, Case]]) -> None:
         self.ranks = ranks
         self._largest = largest
+        self._runs: dict[Variant, Run] = {}
         self._references: dict[Variant, Reference] = {}
 
-    def check(self, cases: Sequence[Case]) -> list[Run]:
+    def check(self, cases: Sequence[Case], under: Surroundings | None = None) -> list[Run]:
         """Train each of `cases` (all of one world size); all must equal one process.
+
+        Args:
+            under: see `train`.
 
         Returns:
             their runs, for what else is to be said of them.
         """
         references = [self.reference(case.variant) for case in cases]
-        runs = train(self.ranks, cases)
+        runs = train(self.ranks, cases, under)
         found = []
         for case, run, reference in zip(cases, runs, references, strict=True):
             found += [f"{case}: {line}" for line in self._compare(case, run, reference)]
         assert not found, "\n".join(["differs from one process:", *found])
+        return runs
+
+    def check_steps(self, cases: Sequence[Case]) -> list[Run]:
+        """The same of losses and norms alone, in fp32: for many variants, quickly."""
+        expected = [self.one_process(case.variant) for case in cases]
+        runs = train(self.ranks, cases)
+        for case, run, one in zip(cases, runs, expected, strict=True):
+            for deviation in step_deviations(run, one, FP32_LOSS, FP32_GRAD_NORM):
+                assert deviation.is_allowed, f"{case}: {deviation}"
         return runs
 
     def _compare(self, case: Case, run: Run, reference: Reference) -> list[str]:
@@ -74,9 +88,15 @@ class Equivalence:
             self._references[variant] = self._measure(variant)
         return self._references[variant]
 
+    def one_process(self, variant: Variant) -> Run:
+        """The variant on one process, each step in one microbatch."""
+        if variant not in self._runs:
+            (self._runs[variant],) = train(self.ranks, [whole_batch(variant)])
+        return self._runs[variant]
+
     def _measure(self, variant: Variant) -> Reference:
         loss, grad_norm, gradients = self._tolerances(variant)
-        (run,) = train(self.ranks, [whole_batch(variant)])
+        run = self.one_process(variant)
         u = UNIT_ROUNDOFF["fp64" if variant.precision == "fp64" else "fp32"]
         updated = update_bounds(run, gradients, whole_batch(variant).config.optimizer, u)
         return Reference(run, loss, grad_norm, gradients, updated)

@@ -160,15 +160,18 @@ class Deviation:
 def deviations(run: Run, reference: Reference) -> list[Deviation]:
     """The largest deviation of each kind of `run` from the reference."""
     expected = reference.run
-    losses, norms = np.array(run.losses), np.array(run.grad_norms)
-    loss = np.abs(losses - expected.losses)
-    norm = np.abs(norms / expected.grad_norms - 1)
     return [
-        _of_steps("loss", loss, reference.loss),
-        _of_steps("grad norm", norm, reference.grad_norm),
+        *step_deviations(run, expected, reference.loss, reference.grad_norm),
         _of_elements("gradient", run.gradients, expected.gradients, reference.gradients),
         _of_elements("weight", run.updated, expected.updated, reference.updated),
     ]
+
+
+def step_deviations(run: Run, expected: Run, loss: float, grad_norm: float) -> list[Deviation]:
+    """The largest deviations of losses and, relatively, of norms; allowed: `loss`, `grad_norm`."""
+    losses = np.abs(np.subtract(run.losses, expected.losses))
+    norms = np.abs(np.divide(run.grad_norms, expected.grad_norms) - 1)
+    return [_of_steps("loss", losses, loss), _of_steps("grad norm", norms, grad_norm)]
 
 
 def _of_steps(quantity: str, deviation: np.ndarray, allowed: float) -> Deviation:

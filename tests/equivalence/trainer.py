@@ -26,6 +26,10 @@ Model = dict[str, np.ndarray]
 """Whole tensors by their global name."""
 
 
+Surroundings = Callable[[Engine], AbstractContextManager]
+"""What is entered around a training on each rank; a function at the top of a module."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What a case computed, the same whichever grid it ran on.
@@ -46,11 +50,7 @@ class Run:
     final: Model
 
 
-def train(
-    ranks: Ranks,
-    cases: Sequence[Case],
-    under: Callable[[Engine], AbstractContextManager] | None = None,
-) -> list[Run]:
+def train(ranks: Ranks, cases: Sequence[Case], under: Surroundings | None = None) -> list[Run]:
     """Train each of `cases`, which fill the same number of ranks.
 
     Args:
@@ -99,15 +99,13 @@ class RankRun:
     final: list[Held]
 
 
-def _train_on_rank(
-    cases: Sequence[Case], under: Callable[[Engine], AbstractContextManager] | None
-) -> list[RankRun]:
+def _train_on_rank(cases: Sequence[Case], under: Surroundings | None) -> list[RankRun]:
     grid_of = cache(rank_grid)
     runs = []
     for case in cases:
         engine = engine_of(case, grid_of(case.placement, case.config.model.num_kv_heads))
         with under(engine) if under else nullcontext():
-            runs.append(_train_engine(engine))
+            runs.append(_train_engine(engine, case.variant.ignored))
     return runs
 
 
@@ -120,7 +118,7 @@ def _train_draws(case: Case, draws: int) -> list[RankRun]:
         for shard in engine.shards:
             off = 2.0**-10 * torch.rand(shard.tensor.shape, generator=generator)
             shard.tensor.copy_((shard.tensor * (1.0 + off)).float())
-        runs.append(_train_engine(engine))
+        runs.append(_train_engine(engine, case.variant.ignored))
     return runs
 
 
@@ -141,29 +139,30 @@ def engine_of(case: Case, grid: Grid) -> Engine:
     return engine
 
 
-def batches_of(engine: Engine, step: int) -> list[Batch]:
-    """The rank's microbatches of a step, counted from 1."""
+def batches_of(engine: Engine, step: int, ignored: Sequence[int] = (5,)) -> list[Batch]:
+    """The rank's microbatches of a step, counted from 1.
+
+    Each sample ignores another number of its labels, so that a mean of the means over microbatches
+    or ranks is another loss than the mean over tokens.
+
+    Args:
+        ignored: samples of each eight that ignore all their labels.
+    """
     train, grid = engine.config.train, engine.grid
     data = SyntheticDataset(engine.config.model.vocab_size, train.seq_length, seed=1)
     sampler = Sampler(train.global_batch_size, train.micro_batch_size, grid.dp.size)
     batches = Loader(data, sampler, grid.dp.rank).step(train.global_batch_size * (step - 1))
     for batch in batches:
-        _ignore_some(batch)
+        for sample, labels in zip(batch.sample_ids, batch.labels, strict=True):
+            labels[: None if sample % 8 in ignored else sample * 7 % 11] = IGNORE
     return batches
 
 
-def _ignore_some(batch: Batch) -> None:
-    """Ignore another number of labels in each sample, in some all: a mean of the means over
-    microbatches or ranks is then another loss than the mean over tokens."""
-    for sample, labels in zip(batch.sample_ids, batch.labels, strict=True):
-        labels[: None if sample % 8 == 5 else sample * 7 % 11] = IGNORE
-
-
-def _train_engine(engine: Engine) -> RankRun:
+def _train_engine(engine: Engine, ignored: Sequence[int]) -> RankRun:
     losses, grad_norms = [], []
     initial = _held(engine, lambda shard: shard.tensor)
     for step in range(1, engine.config.train.steps + 1):
-        result = compute_gradients(engine, batches_of(engine, step), step, Stopwatch())
+        result = compute_gradients(engine, batches_of(engine, step, ignored), step, Stopwatch())
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
         if step == 1:

@@ -1,0 +1,110 @@
+"""One validation loss, whatever the grid and the microbatches, and whatever the samples fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megagrid.data import Loader, Sampler, SyntheticDataset
+from megagrid.grid.placement import Placement
+from megagrid.train.metrics import Stopwatch
+from megagrid.train.step import apply_gradients, compute_gradients, evaluate
+from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, Variant, schedule, strategy
+from tests.equivalence.trainer import batches_of, engine_of, rank_grid
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Of one rank.
+
+    Attributes:
+        losses: before and after an update.
+        batches: that the loader made of the samples.
+    """
+
+    losses: tuple[float | None, float | None]
+    batches: int
+
+
+def evaluate_on_rank(case: Case, samples: int) -> Evaluations:
+    """Evaluate `samples` validation samples, make one step, evaluate again."""
+    engine = engine_of(case, rank_grid(case.placement, case.config.model.num_kv_heads))
+    train, grid = engine.config.train, engine.grid
+    data = SyntheticDataset(
+        engine.config.model.vocab_size, train.seq_length, 1, "valid", samples, repeat=False
+    )
+    sampler = Sampler(train.global_batch_size, train.micro_batch_size, grid.dp.size)
+    steps = list(Loader(data, sampler, grid.dp.rank, pad=True).steps())
+    before = evaluate(engine, steps)
+    result = compute_gradients(engine, batches_of(engine, 1), 1, Stopwatch())
+    apply_gradients(engine, result.grad_norm, engine.config.optimizer.lr)
+    return Evaluations((before, evaluate(engine, steps)), len(steps))
+
+
+DROPOUT = GPT.having(TIED, ("model.dropout", 0.5), ("model.attention_dropout", 0.5))
+
+CASES = [
+    Case(LLAMA, micro_batch=2),
+    Case(LLAMA, micro_batch=1),
+    Case(LLAMA, Placement(pp=2), 2),
+    Case(LLAMA, Placement(pp=2), 8),
+    Case(LLAMA, Placement(pp=2), 2, (schedule("GPipe"),)),
+    Case(LLAMA, Placement(tp=2), 4, (SP,)),
+    Case(LLAMA, Placement(dp=2), 1),
+    Case(LLAMA, Placement(dp=2), 2, (strategy("SHARD_GRAD_OP"),)),
+    Case(LLAMA, Placement(pp=2, dp=2), 1, (strategy("SHARD_GRAD_OP"),)),
+    Case(LLAMA, Placement(pp=2, dp=2), 4),
+    Case(DROPOUT, Placement(tp=2), 2, (SP,)),
+    Case(DROPOUT, Placement(pp=2, dp=2), 2),
+]
+
+
+@pytest.mark.parametrize("samples", [16, 11, 3], ids=lambda n: f"{n} samples")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_validation_loss_is_that_of_one_process(ranks, case, samples):
+    """torchtitan #1758: it was divided by the accumulation steps. Megatron-Bridge #6025, torchtitan
+    #4301: a split smaller than a batch hung or failed."""
+    alone = Case(case.variant, micro_batch=8)
+    (expected,) = ranks.run(evaluate_on_rank, alone, samples, world_size=1)
+    assert expected.batches == -(-samples // 8)
+    for found in ranks.run(evaluate_on_rank, case, samples, world_size=case.placement.world_size):
+        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_validation_loss_is_the_mean_over_tokens_of_all_batches(ranks):
+    """Eleven samples as one batch of eleven, or as eight and a padded three."""
+    one_batch = LLAMA.having(("train.global_batch_size", 11))
+    (whole,) = ranks.run(evaluate_on_rank, Case(one_batch, micro_batch=11), 11, world_size=1)
+    (cut,) = ranks.run(evaluate_on_rank, Case(LLAMA, micro_batch=8), 11, world_size=1)
+    assert (whole.batches, cut.batches) == (1, 2)
+    assert cut.losses[0] == pytest.approx(whole.losses[0], abs=1e-5)
+
+
+def no_tokens_on_rank(case: Case) -> float | None:
+    engine = engine_of(case, rank_grid(case.placement, case.config.model.num_kv_heads))
+    everything = range(8)
+    return evaluate(engine, [batches_of(engine, 1, ignored=everything)])
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(pp=2, dp=2)], ids=["one", "grid"])
+def test_no_valid_token_is_no_loss(ranks, placement):
+    case = Case(LLAMA, placement, 2)
+    found = ranks.run(no_tokens_on_rank, case, world_size=placement.world_size)
+    assert found == [None] * placement.world_size
+
+
+def dropout_on_rank(variant: Variant) -> tuple[float, float]:
+    case = Case(variant, micro_batch=8)
+    engine = engine_of(case, rank_grid(case.placement, 8))
+    first = evaluate(engine, [batches_of(engine, 1)])
+    torch.manual_seed(1)
+    return first, evaluate(engine, [batches_of(engine, 1)])
+
+
+def test_evaluation_drops_nothing(ranks):
+    """The loss of a model with dropout is that of the same model without."""
+    ((first, again),) = ranks.run(dropout_on_rank, DROPOUT, world_size=1)
+    ((without, _),) = ranks.run(dropout_on_rank, GPT.having(TIED), world_size=1)
+    assert first == again == without

@@ -1,0 +1,160 @@
+"""What else may not change the result: sharding strategy, uneven cuts, shared heads, dropout,
+schedules, precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+
+from megagrid.grid.placement import Placement
+from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, Keys, schedule, shape, strategy
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        (Placement(dp=2), ()),
+        (Placement(dp=4), ()),
+        (Placement(tp=2, dp=2), (SP,)),
+        (Placement(pp=2, dp=2), ()),
+    ],
+    ids=lambda value: shape(value) if isinstance(value, Placement) else "",
+)
+def test_sharding_strategy_changes_nothing(equivalence, placement, keys):
+    """With two microbatches a rank, so that gradients accumulate before they are reduced."""
+    equivalence.check(
+        [
+            Case(variant, placement, 8 // (2 * placement.dp), (*keys, strategy(name)))
+            for variant in (LLAMA, GPT.having(TIED))
+            for name in STRATEGIES
+        ]
+    )
+
+
+def test_shards_of_uneven_size_change_nothing(equivalence):
+    """32 rows over 3 ranks are 11, 11 and 10; 62 are 21, 21 and 20."""
+    variant = LLAMA.having(("train.global_batch_size", 6))
+    equivalence.check([Case(variant, Placement(dp=3), 1, (strategy(s),)) for s in STRATEGIES])
+
+
+@pytest.mark.slow
+def test_shards_without_rows_change_nothing(equivalence):
+    """8 rows of a one-head key over... 8 ranks: some own no row of the smallest parameters."""
+    variant = LLAMA.having(("model.hidden_size", 4), ("model.head_dim", 2), ("model.vocab_size", 9))
+    equivalence.check([Case(variant, Placement(dp=8), 1, (strategy("FULL_SHARD"),))])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "placement", "keys"),
+    [
+        (1, Placement(tp=2), ()),
+        (1, Placement(tp=2), (SP,)),
+        (1, Placement(tp=4), (SP,)),
+        (2, Placement(tp=4), ()),
+        (2, Placement(tp=4), (SP,)),
+        (8, Placement(tp=4), (SP,)),
+        (1, Placement(tp=2, dp=2), (strategy("FULL_SHARD"),)),
+    ],
+)
+def test_shared_key_value_heads_change_nothing(equivalence, kv_heads, placement, keys):
+    """Fewer than tp ranks: each is on several ranks, which have summands of its gradient
+    (bigcode Megatron-LM #37; torchtitan #2574)."""
+    variant = LLAMA.having(("model.num_kv_heads", kv_heads))
+    equivalence.check([Case(variant, placement, 4, keys)])
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(tp=2),
+        Placement(pp=2),
+        Placement(dp=2),
+        Placement(tp=4),
+        Placement(tp=2, pp=2),
+        pytest.param(Placement(tp=2, pp=2, dp=2), marks=pytest.mark.slow),
+    ],
+    ids=shape,
+)
+def test_dropout_drops_the_same_on_every_grid(equivalence, placement):
+    variant = GPT.having(("model.dropout", 0.3), ("model.attention_dropout", 0.2))
+    sequence_parallel: list[Keys] = [(), (SP,)] if placement.tp > 1 else [()]
+    cases = [Case(variant, placement, 4 // placement.dp, keys) for keys in sequence_parallel]
+    equivalence.check(cases)
+
+
+PIPELINES = [
+    # Fewer microbatches than stages.
+    Case(LLAMA, Placement(pp=4), 4, (schedule("1F1B"),)),
+    Case(LLAMA, Placement(pp=4), 8, (schedule("GPipe"),)),
+    # Layers in uneven shares, and stages without any.
+    Case(LLAMA, Placement(pp=2), 2, (("parallel.layers_per_stage", [1, 4]),)),
+    Case(LLAMA.having(TIED), Placement(pp=2), 2, (("parallel.layers_per_stage", [0, 5]),)),
+    Case(GPT.having(TIED), Placement(pp=2), 2, (("parallel.layers_per_stage", [5, 0]),)),
+    Case(GPT, Placement(pp=4), 2, (("parallel.layers_per_stage", [2, 0, 1, 2]),)),
+    # Several stages a rank, and backwards in two halves.
+    *(
+        Case(variant, placement, micro, (*keys, schedule(name), *chunks))
+        for placement, micro, keys in (
+            (Placement(pp=2), 2, ()),
+            (Placement(tp=2, pp=2), 2, (SP,)),
+            (Placement(pp=2, dp=2), 1, ()),
+        )
+        for variant in (LLAMA, GPT.having(TIED))
+        for name, chunks in (
+            ("Interleaved1F1B", (("parallel.virtual_pipeline_size", 2),)),
+            ("ZB1P", ()),
+            ("ZBV", (("parallel.virtual_pipeline_size", 2),)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(list(group), id=shape(placement))
+        for placement, group in groupby(
+            sorted(PIPELINES, key=lambda case: shape(case.placement)), lambda c: c.placement
+        )
+    ],
+)
+def test_pipelines_of_any_form_change_nothing(equivalence, cases):
+    equivalence.check(cases)
+
+
+def test_ranks_without_vocabulary_change_nothing(equivalence):
+    """61 ids padded to 256 or 512: all are the first rank's."""
+    variant = LLAMA.having(TIED, ("model.make_vocab_size_divisible_by", 128))
+    equivalence.check([Case(variant, Placement(tp=2), 4, keys) for keys in ((), (SP,))])
+    equivalence.check([Case(variant, Placement(tp=4), 4, (SP,))])
+
+
+def test_sequences_shorter_than_the_positions_change_nothing(equivalence):
+    """Positions that no token has get no gradient; a rank's share of the sequence is not one of
+    the positions."""
+    variant = GPT.having(("train.seq_length", 12))
+    equivalence.check([Case(variant, Placement(tp=2), 4, keys) for keys in ((), (SP,))])
+
+
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        (Placement(tp=2), ()),
+        (Placement(tp=2), (SP,)),
+        (Placement(pp=2), ()),
+        (Placement(dp=2), ()),
+        (Placement(dp=2), (strategy("NO_SHARD"),)),
+        (Placement(dp=2), (strategy("SHARD_GRAD_OP"),)),
+        (Placement(tp=2, pp=2), (SP,)),
+        (Placement(pp=2, dp=2), ()),
+    ],
+    ids=lambda value: shape(value) if isinstance(value, Placement) else "",
+)
+def test_bf16_computes_the_same_up_to_its_roundings(equivalence, placement, keys):
+    """Weights and reductions are fp32: they begin bit-equal and stay within fp32's step."""
+    variants = [replace(v, precision="bf16") for v in (LLAMA, GPT.having(TIED))]
+    equivalence.check([Case(v, placement, 8 // (2 * placement.dp), keys) for v in variants])
