@@ -33,6 +33,7 @@ VERBS = MappingProxyType(
         "data": ("megagrid.data.command", "turn text into token files, and look into them"),
         "ckpt": ("megagrid.checkpoint.command", "look into checkpoints"),
         "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
+        "report": ("megagrid.train.report_command", "show a traced step, measured and simulated"),
         "bench": ("megagrid.train.bench_command", "measure a step after warm-up"),
     }
 )

@@ -38,7 +38,8 @@ TORCH_FREE += (
     "grid.placement",
     "grid.bootstrap",
 )
-TORCH_FREE += ("train.command", "train.launch", "grid.command")
+TORCH_FREE += ("train.command", "train.launch", "train.trace", "train.report_command")
+TORCH_FREE += ("grid.command",)
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
 told at once. plan.dryrun is the exception."""
 

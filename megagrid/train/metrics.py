@@ -138,16 +138,20 @@ def read_records(path: Path) -> list[StepRecord]:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Cut the file down to the records of steps up to `step`. A reader sees the file as it was or
-    as it becomes, nothing between, even if the machine stops midway."""
+    """Cut the file down to the records of steps up to `step`."""
     if not path.exists():
         return
     kept = b"".join(line + b"\n" for line, record in _records(path) if record.step <= step)
-    if len(kept) == path.stat().st_size:
-        return
+    if len(kept) != path.stat().st_size:
+        replace_file(path, kept)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file anew. A reader sees it as it was or as it becomes, nothing between, even if the
+    machine stops midway."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.write(kept)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -26,6 +26,7 @@ from megagrid.train.console import ConsoleTable
 from megagrid.train.folder import lock_folder
 from megagrid.train.metrics import MetricsLog, Sink, StepRecord, Stopwatch
 from megagrid.train.step import apply_gradients, compute_gradients, evaluate
+from megagrid.train.trace import TraceLog
 from megagrid.train.tracking import WandbTracker
 
 
@@ -82,25 +83,27 @@ class Run:
         if self.progress.step >= self.total_steps:
             self._say(f"nothing to do: the run has {self.total_steps} steps, all made")
         sinks = self._open_sinks()
+        trace = self._open_trace()
         watch = Stopwatch()
         steps = self.loader.steps(self.progress.consumed_samples)
         try:
             while self.progress.step < self.total_steps:
                 with watch.part("data"):
                     batches = next(steps)
-                record = self._step(batches, watch)
+                record = self._step(batches, watch, trace)
                 for sink in sinks:
                     sink.write(record)
                 self._save_if_due()
                 watch.lap()  # evaluating and saving are no part of a step
         finally:
             steps.close()
+            trace.close()
             for sink in sinks:
                 sink.close()
             if self._lock is not None:
                 self._lock.close()
 
-    def _step(self, batches: Sequence[Batch], watch: Stopwatch) -> StepRecord:
+    def _step(self, batches: Sequence[Batch], watch: Stopwatch, trace: TraceLog) -> StepRecord:
         """Make one optimizer step, evaluate if it is time, and say what happened."""
         config, progress = self.config, self.progress
         number = progress.step + 1
@@ -111,7 +114,8 @@ class Run:
             peak=config.optimizer.lr,
             total_steps=self.total_steps,
         )
-        result = compute_gradients(self.engine, batches, number, watch)
+        spans = [] if trace.is_due(number) else None
+        result = compute_gradients(self.engine, batches, number, watch, spans)
         if not result.is_finite:
             raise MegagridError(
                 f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}; the weights "
@@ -124,6 +128,8 @@ class Run:
         progress.consumed_samples += config.train.global_batch_size
         progress.consumed_tokens += config.train.tokens_per_step
         seconds, parts = watch.lap()
+        if spans is not None:
+            trace.write(number, spans)
         tokens_per_s = result.valid_tokens / seconds
         return StepRecord(
             step=number,
@@ -274,6 +280,16 @@ class Run:
             settings = self.config.model_dump()
             sinks.append(WandbTracker(logging, settings, self.progress.step))
         return sinks
+
+    def _open_trace(self) -> TraceLog:
+        return TraceLog(
+            self.folder,
+            interval=self.config.logging.trace_interval,
+            placement=self.grid.placement,
+            rank=self.grid.rank,
+            program=self.engine.training,
+            resume_step=self.progress.step,
+        )
 
     def _say(self, text: str) -> None:
         if self.speaks:

@@ -16,6 +16,7 @@ from megagrid.data import Batch
 from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.optim.clip import clip_gradients, local_squared_norm
+from megagrid.pipeline.schedules import Span
 from megagrid.pipeline.stage import Microbatch
 from megagrid.train.build import Engine
 from megagrid.train.metrics import Stopwatch
@@ -43,20 +44,25 @@ class StepResult:
 
 
 def compute_gradients(
-    engine: Engine, batches: Sequence[Batch], step: int, watch: Stopwatch
+    engine: Engine,
+    batches: Sequence[Batch],
+    step: int,
+    watch: Stopwatch,
+    spans: list[Span] | None = None,
 ) -> StepResult:
     """Run the step's forwards and backwards: every gradient of the mean loss is then in place.
 
     Args:
         batches: this dp rank's microbatches.
         step: number of the step, from 1.
+        spans: gets when each of this rank's actions ran, see `Executor.run`.
     """
     grid = engine.grid
     with watch.part("data"):
         microbatches = _to_device(batches, engine, step, training=True)
         tokens = _TokenCount(batches, grid.dp, grid.device)
     with watch.part("forward-backward"):
-        loss = engine.executor.run(engine.training, microbatches, tokens.scale)
+        loss = engine.executor.run(engine.training, microbatches, tokens.scale, spans)
     with watch.part("norm"):
         # One message for all that the ranks must know of each other at the end of a step.
         totals = torch.zeros(2 + grid.world.size, dtype=torch.float64, device=grid.device)
