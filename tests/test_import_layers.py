@@ -18,6 +18,7 @@ LAYERS = (
     # own layer and those below.
     ("errors", "terminal"),
     ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
+    ("plan.parameters",),
     ("pipeline.schedules", "pipeline.partition", "pipeline.program"),
     ("plan",),
     ("grid",),

@@ -80,6 +80,9 @@ class ParallelConfig(Section):
     """Chunks of layers on each pipeline rank."""
     layers_per_stage: list[NonNegativeInt] | None = None
     """Layers of each stage, first to last; None: balanced by cost."""
+    stage_memory_gb: PositiveFloat | None = None
+    """Most that the parameters, gradients and optimizer states of a pipeline rank's stages may take
+    in one process, in 10^9 bytes; see `megagrid.pipeline.partition`. None: no limit."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
     """Over the dp axis only: parameters, gradients and optimizer states (FULL_SHARD), the same with
     parameters kept gathered during the step (SHARD_GRAD_OP), nothing (NO_SHARD)."""

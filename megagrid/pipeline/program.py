@@ -24,28 +24,36 @@ def microbatches(config: Config, placement: Placement) -> int:
 
 
 def training_program(config: Config, placement: Placement) -> Program:
-    """What the pipeline's ranks do in a step: the schedule of the recipe, by name or from its file,
-    lowered and verified.
+    """What the pipeline's ranks do in a step: the recipe's schedule, lowered and verified.
 
     Raises:
         ScheduleError: the schedule can't run; says why, and draws it.
-        ConfigError: the file's schedule is for another pipeline or number of microbatches.
+        ConfigError: see `training_schedule`.
     """
-    parallel = config.parallel
-    number = microbatches(config, placement)
-    if parallel.pipeline_schedule_file is None:
-        schedule = generate(
-            parallel.pipeline_schedule,
-            num_ranks=placement.pp,
-            num_microbatches=number,
-            virtual_stages=parallel.virtual_pipeline_size,
-        )
-    else:
-        schedule = load(Path(parallel.pipeline_schedule_file))
-        _check_fit(config, placement, schedule)
+    schedule = training_schedule(config, placement)
     if isinstance(schedule, Schedule):
         schedule = lower(schedule, tied=is_tied_over_stages(config))
     verify(schedule)
+    return schedule
+
+
+def training_schedule(config: Config, placement: Placement) -> Schedule | Program:
+    """The schedule of the recipe, by name or from its file.
+
+    Raises:
+        ScheduleError: there is none of that name, or the file can't be read.
+        ConfigError: the file's is for another pipeline or number of microbatches.
+    """
+    parallel = config.parallel
+    if parallel.pipeline_schedule_file is None:
+        return generate(
+            parallel.pipeline_schedule,
+            num_ranks=placement.pp,
+            num_microbatches=microbatches(config, placement),
+            virtual_stages=parallel.virtual_pipeline_size,
+        )
+    schedule = load(Path(parallel.pipeline_schedule_file))
+    _check_fit(config, placement, schedule)
     return schedule
 
 

@@ -33,14 +33,11 @@ from dataclasses import dataclass
 from megagrid.config.schema import Config
 from megagrid.grid.placement import Coordinate, Placement
 from megagrid.pipeline.partition import stage_layers
-from megagrid.pipeline.schedules import Schedule, generate
-from megagrid.plan.parameters import ModelShare, Unit, summand_elements
+from megagrid.pipeline.program import microbatches, training_schedule
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, summand_elements
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 """Of an element of activations and gathered parameters."""
-
-MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
-"""Of an element of parameters at rest, of reduced gradients and of the logits in the loss."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +116,16 @@ class _Rank:
         self.coordinate = coordinate
         self.strategy = parallel.sharding_strategy
         self.sequence_parallel = parallel.sequence_parallel and placement.tp > 1
-        self.microbatches = train.global_batch_size // (train.micro_batch_size * placement.dp)
+        self.microbatches = microbatches(config, placement)
         self.compute_bytes = COMPUTE_BYTES[train.precision]
         self.master_bytes = MASTER_BYTES[train.precision]
         self.tokens = train.seq_length * train.micro_batch_size
         self.activation_bytes = self.tokens * model.hidden_size * self.compute_bytes
         self.share = ModelShare(model, placement.tp, coordinate.tp, self.sequence_parallel)
-        self.schedule: Schedule = generate(
-            parallel.pipeline_schedule,
-            num_ranks=placement.pp,
-            num_microbatches=self.microbatches,
-            virtual_stages=parallel.virtual_pipeline_size,
-        )
+        self.schedule = training_schedule(config, placement)
         self.last_stage = self.schedule.num_stages - 1
         self.stages = self.schedule.stages_of_rank(coordinate.pp)
-        self.layers = stage_layers(model, self.schedule.num_stages, parallel.layers_per_stage)
+        self.layers = stage_layers(config, placement, self.schedule.placement)
         self.num_layers = sum(len(self.layers[stage]) for stage in self.stages)
 
     @property

@@ -21,6 +21,10 @@ from megagrid.config.schema import ModelConfig
 
 NO_ROWS = range(0)
 
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+"""Of an element of parameters at rest, of reduced gradients, of the optimizer's states, and of the
+logits in the loss."""
+
 
 @dataclass(frozen=True)
 class LocalParameter:

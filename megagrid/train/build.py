@@ -52,7 +52,7 @@ def build_engine(config: Config, grid: Grid) -> Engine:
     Collective over all ranks.
     """
     training = training_program(config, grid.placement)
-    layers = stage_layers(config.model, training.num_stages, config.parallel.layers_per_stage)
+    layers = stage_layers(config, grid.placement, training.placement)
     is_split = any(
         step.is_compute and step.action.kind is Kind.W for step in training.steps[grid.pp.rank]
     )
