@@ -26,6 +26,7 @@ class RankEnvironment:
         master_address, master_port: where rank 0 listens; None for a run of one.
         launcher_reports: whether the launcher tells the user of a rank's mistake, as
             `megagrid train` does. Under any other, rank 0 tells it.
+        error_file: where torchrun's agent looks for the reason why the rank ended.
     """
 
     rank: int = 0
@@ -36,6 +37,7 @@ class RankEnvironment:
     master_address: str | None = None
     master_port: int | None = None
     launcher_reports: bool = False
+    error_file: str | None = None
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
@@ -67,6 +69,7 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         master_address=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
         launcher_reports=LAUNCHER in environ,
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
     )
 
 

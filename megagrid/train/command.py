@@ -16,7 +16,12 @@ from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
 from megagrid.grid import bootstrap
 from megagrid.pipeline.program import training_program
-from megagrid.train.launch import USER_MISTAKE, start_ranks
+from megagrid.train.launch import (
+    USER_MISTAKE,
+    end_with_launcher,
+    record_mistake,
+    start_ranks,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,14 +64,15 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     ranks record, or by rank 0 where the launcher doesn't know us.
     """
     environment = bootstrap.read()
+    if environment.launcher_reports:
+        end_with_launcher()
     try:
         config = load_recipe(arguments)
         check(config, environment.world_size)
         return _train(config)
     except MegagridError as error:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+        if environment.error_file is not None:
+            record_mistake(error, environment.error_file)
         if environment.rank == 0 and not environment.launcher_reports:
             raise
         return USER_MISTAKE

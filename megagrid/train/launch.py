@@ -9,15 +9,19 @@ On several machines torchrun is started by hand, or by a scheduler, with `-m meg
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megagrid.errors import GridError
+from megagrid.errors import GridError, MegagridError
 from megagrid.grid import bootstrap
 
 if TYPE_CHECKING:
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 
 RANKS_PER_CORE = 16
 """More would only fill the memory: such a grid is meant for a cluster."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""At the launcher, by its ranks."""
 
 USER_MISTAKE = 2
 CRASHED = 1
@@ -47,6 +54,33 @@ def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
     sys.stderr.flush()
     command = [sys.executable, "-m", "megagrid.train.launch", str(count), *arguments]
     os.execve(sys.executable, command, bootstrap.environment_for_ranks(count))
+
+
+def end_with_launcher() -> None:
+    """See to it that this rank ends if the process that started it is gone.
+
+    Ranks have sessions of their own, so a launcher that was killed (out of memory, a time limit)
+    would leave them training on, where nobody looks for them.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher would have done
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def record_mistake(error: MegagridError, path: str) -> None:
+    """Leave a rank's mistake at `path`, where the agent that started it looks for one.
+
+    torchrun has a function for that, but it comes with torch, whose import takes seconds in which
+    the ranks that were faster are gone and the agent ends this one.
+    """
+    extra = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> int:
