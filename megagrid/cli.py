@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MegagridError as error:
+        for note in getattr(error, "__notes__", ()):  # such as the drawing of a broken schedule
+            print(note, file=sys.stderr)
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return USER_MISTAKE
     except KeyboardInterrupt:

@@ -51,8 +51,8 @@ class Grid:
         device: where this rank computes.
         tp, cp, dp, pp: the axes of the grid.
         world: all ranks.
-        embedding: first and last rank of this rank's pipeline, which share a tied embedding; of
-            size 1 on the ranks between.
+        embedding: the ranks of this rank's pipeline with its first and its last stage, which share
+            a tied embedding; of size 1 on the others, and where one rank has both.
         kv: the tp ranks that hold the same key/value head, where tp exceeds their number.
     """
 
@@ -79,7 +79,11 @@ class Grid:
 
 
 def build_grid(
-    placement: Placement, rank: int, device: torch.device | str, num_kv_heads: int
+    placement: Placement,
+    rank: int,
+    device: torch.device | str,
+    num_kv_heads: int,
+    ends: tuple[int, int] = (0, -1),
 ) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
 
@@ -87,6 +91,7 @@ def build_grid(
 
     Args:
         num_kv_heads: of the model; below tp it decides which ranks hold the same key/value head.
+        ends: the pp ranks of the first and the last stage, as the schedule places them.
     """
 
     def axis(name: str, groups: Iterable[tuple[int, ...]]) -> Axis:
@@ -109,13 +114,13 @@ def build_grid(
         dp=axis("dp", placement.groups("dp")),
         pp=axis("pp", placement.groups("pp")),
         world=Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None),
-        embedding=axis("embedding", _ends(placement.groups("pp"))),
+        embedding=axis("embedding", _ends(placement.groups("pp"), *ends)),
         kv=axis("kv", _runs(placement.groups("tp"), kv_copies)),
     )
 
 
-def _ends(pipelines: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1]
+def _ends(pipelines: list[tuple[int, ...]], first: int, last: int) -> list[tuple[int, ...]]:
+    return [(ranks[first], ranks[last]) for ranks in pipelines if ranks[first] != ranks[last]]
 
 
 def _runs(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:

@@ -15,6 +15,7 @@ from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
+from megagrid.pipeline.program import training_schedule
 
 
 @contextmanager
@@ -23,6 +24,7 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
 
     Raises:
         GridError: if the ranks don't fill the grid, or a tp group crosses nodes.
+        ScheduleError, ConfigError: if the pipeline's schedule can't be had or isn't for this grid.
     """
     parallel = config.parallel
     placement = Placement.for_world(
@@ -37,7 +39,14 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
     try:
         if not parallel.allow_tp_across_nodes:
             check_tp_inside_nodes(placement, _cluster(environment, device))
-        yield build_grid(placement, environment.rank, device, config.model.num_kv_heads)
+        stages = training_schedule(config, placement).placement
+        yield build_grid(
+            placement,
+            environment.rank,
+            device,
+            config.model.num_kv_heads,
+            ends=(stages[0], stages[-1]),
+        )
     finally:
         dist.destroy_process_group()
 

@@ -89,6 +89,9 @@ def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
     sent, but each copy still has a number, and the first one speaks for both.
     """
     if placement[0] != placement[-1]:
+        holders = grid.pp.ranks[placement[0]], grid.pp.ranks[placement[-1]]
+        is_end = stage in (0, len(placement) - 1)
+        assert not is_end or grid.embedding.ranks == holders, "the grid is of another schedule"
         return grid.embedding
     return Axis("embedding", (grid.rank, grid.rank), rank=0 if stage == 0 else 1)
 

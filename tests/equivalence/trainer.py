@@ -16,6 +16,7 @@ from megagrid.data import IGNORE, Batch, Loader, Sampler, SyntheticDataset
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement
 from megagrid.nn.layout import ParameterShard
+from megagrid.pipeline.program import training_schedule
 from megagrid.train.build import Engine, build_engine
 from megagrid.train.metrics import Stopwatch
 from megagrid.train.step import apply_gradients, compute_gradients
@@ -103,7 +104,9 @@ def _train_on_rank(cases: Sequence[Case], under: Surroundings | None) -> list[Ra
     grid_of = cache(rank_grid)
     runs = []
     for case in cases:
-        engine = engine_of(case, grid_of(case.placement, case.config.model.num_kv_heads))
+        stages = training_schedule(case.config, case.placement).placement
+        ends = stages[0], stages[-1]
+        engine = engine_of(case, grid_of(case.placement, case.config.model.num_kv_heads, ends))
         with under(engine) if under else nullcontext():
             runs.append(_train_engine(engine, case.variant.ignored))
     return runs
@@ -122,9 +125,9 @@ def _train_draws(case: Case, draws: int) -> list[RankRun]:
     return runs
 
 
-def rank_grid(placement: Placement, num_kv_heads: int) -> Grid:
+def rank_grid(placement: Placement, num_kv_heads: int, ends: tuple[int, int] = (0, -1)) -> Grid:
     """The grid of the pool's ranks. Collective."""
-    return build_grid(placement, dist.get_rank(), "cpu", num_kv_heads)
+    return build_grid(placement, dist.get_rank(), "cpu", num_kv_heads, ends)
 
 
 def engine_of(case: Case, grid: Grid) -> Engine:

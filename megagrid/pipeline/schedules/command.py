@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -46,15 +45,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints what is known of the schedule; 0 if it holds.
 
     Raises:
-        ScheduleError: it can't be built, or breaks a rule; where, is drawn on stderr.
+        ScheduleError: it can't be built, or breaks a rule; where, is drawn in its note.
     """
     source = _source(args)
-    try:
-        program = source if isinstance(source, Program) else lower(source, tied=args.tied)
-        report = verify(program)
-    except ScheduleError as error:
-        print(error.drawing, file=sys.stderr)
-        raise
+    program = source if isinstance(source, Program) else lower(source, tied=args.tied)
+    report = verify(program)
     simulation = simulate(program, Costs.of(program.num_stages, *(args.cost or ())))
     print(_summary(program, report, simulation))
     if args.draw:

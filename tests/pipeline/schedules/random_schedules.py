@@ -7,11 +7,18 @@ from megagrid.pipeline.schedules.timing import inputs_of
 
 
 @st.composite
-def schedules(draw, min_stages=1, min_ranks=1):
-    """Any placement, any order that can run, backwards whole or split one by one."""
-    stages = draw(st.integers(max(min_stages, min_ranks), 5))
-    ranks = draw(st.integers(min_ranks, min(stages, 4)))
-    microbatches = draw(st.integers(1, 4))
+def schedules(draw, min_stages=1, min_ranks=1, *, sizes=None):
+    """Any placement, any order that can run, backwards whole or split one by one.
+
+    Args:
+        sizes: strategy of (stages, ranks, microbatches); None: small ones from the minima on.
+    """
+    if sizes is not None:
+        stages, ranks, microbatches = draw(sizes)
+    else:
+        stages = draw(st.integers(max(min_stages, min_ranks), 5))
+        ranks = draw(st.integers(min_ranks, min(stages, 4)))
+        microbatches = draw(st.integers(1, 4))
     others = draw(
         st.lists(st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks)
     )
