@@ -1,0 +1,237 @@
+"""Runs as the processes that users start: two at once, killed, interrupted, wrong from the start.
+
+Rows E2, E3, E4, E7 of the faults that other trainers have had. Each run here costs seconds, so what
+can be seen on the pool of ranks is tested there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megagrid.config.dump import dump
+from megagrid.grid.placement import Placement
+from megagrid.train.metrics import read_records
+from tests.end_to_end.conftest import Ended
+from tests.end_to_end.t0 import (
+    ALONE,
+    DP2,
+    PP2,
+    TP2,
+    Sections,
+    assert_parity,
+    computed,
+    t0,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_SECONDS = 240.0
+"""Bound of every wait, for a machine that is busy with other things."""
+
+CONSTANT = {"lr_schedule": {"kind": "constant"}}
+ENDLESS = {"train": {"steps": 10**6}, "checkpoint": {"save_interval": 1, "keep_last": 2}}
+
+
+class Job:
+    """A command of Python's, with its recipe and its run in `folder`."""
+
+    def __init__(
+        self, folder: Path, placement: Placement, *parts: Sections, starter: str = "megagrid"
+    ) -> None:
+        self.folder = folder
+        self.recipe = folder / "recipe.toml"
+        self.recipe.write_text(dump(t0(folder / "run", placement, *parts)), encoding="utf-8")
+        self._command = [sys.executable, "-m", *starter.split(), "train", str(self.recipe)]
+        self._process: subprocess.Popen | None = None
+
+    def start(self, *overrides: str, **environment: str) -> Job:
+        with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
+            self._process = subprocess.Popen(
+                [*self._command, *overrides],
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        return self
+
+    def pids(self) -> dict[int, bytes]:
+        """Processes that have the recipe among their arguments, with those."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                arguments = path.read_bytes()
+            except OSError:  # it has ended meanwhile
+                continue
+            if str(self.recipe).encode() in arguments:
+                found[int(path.parent.name)] = arguments
+        return found
+
+    def ranks(self) -> list[int]:
+        """The processes that train, in the order of their start."""
+        return sorted(pid for pid, _ in self.pids().items() if pid != self._process.pid)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the run has recorded `step`."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (metrics.exists() and len(read_records(metrics)) >= step):
+            assert self._process.poll() is None, (self.folder / "err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def end(self) -> Ended:
+        """Wait for the command, and for every process it has started."""
+        code = self._process.wait(PATIENCE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.pids():
+            assert time.monotonic() < deadline, f"left behind: {self.pids()}"
+            time.sleep(0.05)
+        return Ended(code, *((self.folder / name).read_text() for name in ("out", "err")))
+
+    def kill(self) -> None:
+        """End whatever is left of it."""
+        if self._process is not None:
+            for pid in self.pids():
+                os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process that the user has started."""
+        os.kill(self._process.pid, number)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator:
+    """Makes jobs, and leaves none of their processes behind."""
+    made: list[Job] = []
+
+    def make(*args, name: str = "job", **keys) -> Job:
+        (tmp_path / name).mkdir()
+        made.append(Job(tmp_path / name, *args, **keys))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
+
+
+# ------------------------------------------------------------------------------------------------
+# Ends
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_the_run_goes_on_from_there(job, trainer):
+    """On another grid, from the last checkpoint, with one record a step."""
+    killed = job(PP2, CONSTANT, ENDLESS).start()
+    killed.wait_for_step(3)
+    os.kill(killed.ranks()[-1], signal.SIGKILL)
+    ended = killed.end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+    assert "left\n" in ended.out
+
+    folder = {"logging": {"run_dir": str(killed.folder / "run")}}
+    before = read_records(killed.folder / "run" / "metrics.jsonl")
+    rest = trainer.train(
+        TP2,
+        CONSTANT,
+        folder,
+        {"train": {"steps": len(before) + 2}, "checkpoint": {"resume": "latest"}},
+    )
+    records = rest.records
+    assert [record.step for record in records] == list(range(1, len(before) + 3))
+    again = [
+        record.step
+        for record in records
+        if record.step_time_s not in {old.step_time_s for old in before}
+    ]
+    assert len(again) <= 4, "at most the step whose save was cut off is made again"
+    longer = {"train": {"steps": len(records)}}
+    assert_parity(records, trainer.train(ALONE, CONSTANT, longer).records)
+
+
+def test_an_interrupt_ends_every_rank_quietly_with_130(job):
+    interrupted = job(DP2, ENDLESS).start()
+    interrupted.wait_for_step(2)
+    interrupted.signal(signal.SIGINT)
+    ended = interrupted.end()
+    assert (ended.code, ended.err) == (130, "")
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(job):
+    orphaned = job(TP2, ENDLESS).start()
+    orphaned.wait_for_step(2)
+    assert len(orphaned.ranks()) == 2
+    orphaned.signal(signal.SIGKILL)
+    assert orphaned.end().code == -signal.SIGKILL
+
+
+# ------------------------------------------------------------------------------------------------
+# Beginnings
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_on_one_host_both_equal_one_process(job, trainer):
+    """E2: job ids that are the same modulo 1000. E3: a count of tasks that isn't the step's."""
+    jobs = [
+        job(placement, name=str(number)).start(SLURM_JOB_ID=str(number), SLURM_NTASKS="8")
+        for placement, number in ((PP2, 1500), (TP2, 2500))
+    ]
+    reference = trainer.reference().records
+    for one in jobs:
+        ended = one.end()
+        assert (ended.code, ended.err) == (0, "")
+        assert_parity(read_records(one.folder / "run" / "metrics.jsonl"), reference)
+        losses = [line.split()[2] for line in ended.out.splitlines()[1:]]
+        assert losses == [f"{record.loss:.4f}" for record in reference]
+
+
+def test_a_mistake_under_torchrun_is_one_failure_and_the_last_thing_told(job):
+    """E7: no rank starts again, and torchrun's report ends with the mistake, without a traceback
+    of megagrid's."""
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 -m megagrid"
+    wrong = job(ALONE, starter=torchrun).start(
+        "parallel.tensor_parallel_size=3", "parallel.data_parallel_size=none"
+    )
+    ended = wrong.end()
+    mistake = "2 ranks can't be divided by tensor_parallel_size=3"
+    assert ended.code != 0
+    *_, last = (line for line in ended.err.splitlines() if line.strip("=- "))
+    assert last.strip().startswith(f"traceback : error: {mistake}")
+    told = [line for line in ended.err.splitlines() if line.startswith(f"error: {mistake}")]
+    assert len(told) <= 1  # none if torchrun ends rank 0 before it has spoken
+    assert "megagrid/train/command.py" not in ended.err
+    assert not (wrong.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "tp", "groups"),
+    [(2, 4, 4, ["0-3"] * 4 + ["4-7"] * 4), (2, 3, 2, None)],
+    ids=["2x4-tp4", "2x3-tp2"],
+)
+def test_a_tp_group_lies_in_one_node(cli, nodes, gpus, tp, groups):
+    """E4: tp is innermost; where that isn't enough, the grid is refused with one that fits."""
+    placement = Placement(tp=tp, dp=nodes * gpus // tp)
+    recipe = cli.recipe(placement, {"train": {"global_batch_size": 24}})
+    arguments = ("grid", recipe, "--nodes", str(nodes), "--gpus-per-node", str(gpus))
+    if groups is None:
+        line = cli.mistake(*arguments)
+        assert "puts tp group {2,3} on nodes [0, 1]" in line
+        assert "use parallel.tensor_parallel_size=1" in line
+    else:
+        assert re.findall(r" tp\d +(\S+)", cli(*arguments).out) == groups
+
+
+def test_a_run_of_one_process_needs_no_launcher(cli, trainer):
+    assert cli.train().code == 0
+    records = read_records(cli.run_folder / "metrics.jsonl")
+    assert computed(records) == computed(trainer.reference().records)
