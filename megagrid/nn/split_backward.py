@@ -43,6 +43,7 @@ class LateWeightGradients:
         taken._late, self._late = self._late, []
         return taken
 
+    @torch.no_grad()
     def compute(self) -> None:
         """Add what was put off to the weights' gradients, and let go of it layer by layer."""
         while self._late:

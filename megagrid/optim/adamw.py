@@ -36,6 +36,8 @@ class AdamW:
             }
             for decay in (True, False)
         ]
+        if not shards:
+            return  # a stage between the ends that has no layer
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
@@ -62,6 +64,8 @@ class AdamW:
 
     def step(self, lr: float) -> None:
         """Update the parameters at learning rate `lr`, and drop their gradients."""
+        if not self._leaves:
+            return
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for leaf, shard in zip(self._leaves, self.shards, strict=True):

@@ -123,3 +123,11 @@ def test_a_shard_without_rows_is_no_obstacle():
     shards = [shard(1, 0, 3), shard(2, 5)]
     give_gradients(shards, 1)
     AdamW(shards, CONFIG).step(1e-2)
+
+
+def test_a_rank_may_own_nothing():
+    """A stage between the ends of the pipeline may have no layer."""
+    optimizer = AdamW([], CONFIG)
+    optimizer.set_step(3)
+    optimizer.step(1e-2)
+    assert [optimizer.moments(name) for name in MOMENTS] == [[], []]
