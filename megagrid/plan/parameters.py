@@ -43,17 +43,25 @@ class LocalParameter:
         rows, *rest = self.shape
         return -(-rows // dp) * dp * math.prod(rest)
 
+    def held(self, dp: int, dp_rank: int) -> int:
+        """Elements of the rows that `dp_rank` of `dp` holds."""
+        return len(self._rows(dp, dp_rank)) * math.prod(self.shape[1:])
+
     def summand_elements(self, axis: str, dp: int, dp_rank: int) -> int:
         """Elements, among the rows that `dp_rank` of `dp` holds, that are summed over `axis`."""
-        rows, *rest = self.shape
-        chunk = -(-rows // dp)
-        first, last = dp_rank * chunk, min(dp_rank * chunk + chunk, rows)
+        rows = self._rows(dp, dp_rank)
         mine = sum(
-            max(0, min(last, part.stop) - max(first, part.start))
+            max(0, min(rows.stop, part.stop) - max(rows.start, part.start))
             for name, part in self.summands
             if name == axis
         )
-        return mine * math.prod(rest)
+        return mine * math.prod(self.shape[1:])
+
+    def _rows(self, dp: int, dp_rank: int) -> range:
+        """Of the chunks that dim 0 is cut into, the one of `dp_rank`: the last are shorter."""
+        rows = self.shape[0]
+        chunk = -(-rows // dp)
+        return range(min(dp_rank * chunk, rows), min((dp_rank + 1) * chunk, rows))
 
 
 Unit = tuple[LocalParameter, ...]
