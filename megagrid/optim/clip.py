@@ -37,4 +37,5 @@ def clip_gradients(shards: Sequence[ParameterShard], norm: float, largest: float
     if largest == 0.0 or norm <= largest:
         return
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    torch._foreach_mul_(grads, largest / (norm + 1e-6))
+    if grads:  # none in a stage without layers
+        torch._foreach_mul_(grads, largest / (norm + 1e-6))

@@ -43,7 +43,7 @@ def test_shards_of_uneven_size_change_nothing(equivalence):
 
 @pytest.mark.slow
 def test_shards_without_rows_change_nothing(equivalence):
-    """8 rows of a one-head key over... 8 ranks: some own no row of the smallest parameters."""
+    """Norms of 4 numbers over 8 ranks: some own none."""
     variant = LLAMA.having(("model.hidden_size", 4), ("model.head_dim", 2), ("model.vocab_size", 9))
     equivalence.check([Case(variant, Placement(dp=8), 1, (strategy("FULL_SHARD"),))])
 
@@ -95,6 +95,7 @@ PIPELINES = [
     Case(LLAMA.having(TIED), Placement(pp=2), 2, (("parallel.layers_per_stage", [0, 5]),)),
     Case(GPT.having(TIED), Placement(pp=2), 2, (("parallel.layers_per_stage", [5, 0]),)),
     Case(GPT, Placement(pp=4), 2, (("parallel.layers_per_stage", [2, 0, 1, 2]),)),
+    Case(LLAMA, Placement(pp=3, dp=2), 1, (("parallel.layers_per_stage", [2, 0, 3]),)),
     # Several stages a rank, and backwards in two halves.
     *(
         Case(variant, placement, micro, (*keys, schedule(name), *chunks))
@@ -134,8 +135,7 @@ def test_ranks_without_vocabulary_change_nothing(equivalence):
 
 
 def test_sequences_shorter_than_the_positions_change_nothing(equivalence):
-    """Positions that no token has get no gradient; a rank's share of the sequence is not one of
-    the positions."""
+    """Positions that no token has get no gradient, and ranks share out 12, not 32."""
     variant = GPT.having(("train.seq_length", 12))
     equivalence.check([Case(variant, Placement(tp=2), 4, keys) for keys in ((), (SP,))])
 

@@ -87,6 +87,11 @@ def test_small_norms_and_switched_off_clipping_leave_gradients_alone(norm, large
     assert (gradient == 1.0).all()
 
 
+def test_a_rank_without_gradients_clips_along():
+    clip_gradients([shard(None)], 10.0, 1.0)
+    clip_gradients([], 10.0, 1.0)
+
+
 def test_all_that_a_rank_holds_is_clipped_counted_or_not():
     copy = shard(torch.full((2, 2), 1.0), replicas=(tp(1),))
     clip_gradients([copy], 10.0, 1.0)
