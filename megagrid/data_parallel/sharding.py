@@ -116,11 +116,14 @@ class GradientSync:
 
         FSDP looks for gradients only at the end of a backward, so it is told that one has ended:
         the way of torch's own pipelines with split backwards (_PipelineStageBase in torch 2.13).
+        Told so without a reduction, it takes them in in the dtype of the reduction. That comes
+        first: it reduces no mixture of what it has taken in and what is new.
         """
         if self._stage is None:
             return
-        self.before_backward(is_last=is_last)
-        fully_shard.state(self._stage)._root_post_backward_final_callback()
+        for reduces in (False, True) if is_last else (False,):
+            self.before_backward(is_last=reduces)
+            fully_shard.state(self._stage)._root_post_backward_final_callback()
 
     def after_evaluation(self) -> None:
         """Let go of parameters that a forward without backward has left gathered: the next update
