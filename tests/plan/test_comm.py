@@ -111,6 +111,10 @@ def strategy(name: str) -> dict:
     return {"parallel__sharding_strategy": name}
 
 
+def schedule(name: str, chunks: int = 1) -> dict:
+    return {"parallel__pipeline_schedule": name, "parallel__virtual_pipeline_size": chunks}
+
+
 CASES = [
     Case(),
     Case(tp=2),
@@ -133,6 +137,13 @@ CASES = [
     Case(tp=2, dp=2, family="gpt", keys=SP | BF16),
     Case(tp=2, pp=2, dp=2, family="gpt", keys=SP | TIED | strategy("NO_SHARD")),
     Case(tp=4, pp=2, keys=SP | TIED | {"model__num_kv_heads": 1}),
+    Case(pp=2, keys=TIED | schedule("Interleaved1F1B", 2)),
+    Case(pp=4, keys=schedule("ZB1P")),
+    Case(pp=2, keys=TIED | schedule("ZBV", 2)),
+    Case(tp=2, pp=2, family="gpt", keys=SP | TIED | schedule("ZBV", 2)),
+    Case(pp=2, dp=2, keys=TIED | schedule("ZB1P")),
+    Case(pp=2, dp=2, keys=BF16 | schedule("ZBV", 2) | strategy("SHARD_GRAD_OP")),
+    Case(pp=2, dp=2, keys=TIED | schedule("Interleaved1F1B", 2) | strategy("NO_SHARD")),
 ]
 
 
