@@ -15,6 +15,7 @@ from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
 from megagrid.grid import bootstrap
+from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
 from megagrid.train.launch import (
     USER_MISTAKE,
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(dump(config), end="")
         return 0
     _check_inputs(config)
-    training_program(config, placement(config, arguments.nproc))
+    grid = placement(config, arguments.nproc)
+    stage_layers(config, grid, training_program(config, grid).placement)
     if world_size > 1:
         start_ranks(world_size, ["train", arguments.recipe, *arguments.overrides])
     return _train(config)

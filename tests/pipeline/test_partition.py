@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrid.cli import main
 from megagrid.config.schema import Config, ModelConfig
 from megagrid.errors import ConfigError
 from megagrid.grid.grid import build_grid
@@ -27,6 +28,7 @@ from megagrid.pipeline.program import training_program
 from megagrid.pipeline.schedules import loop_placement, v_placement
 from megagrid.plan.parameters import MASTER_BYTES
 from megagrid.train.build import build_engine
+from tests.config import recipe
 
 
 def config_of(num_layers: int = 5, vocab_size: int = 61, **keys) -> Config:
@@ -320,3 +322,10 @@ def test_a_rank_s_stages_are_capped_together():
     grid = Placement(pp=2)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2: however"):
         stage_layers(config, grid, training_program(config, grid).placement)
+
+
+def test_a_cap_that_is_too_small_is_refused_before_ranks_start(tmp_path, capsys):
+    keys = ["parallel.pipeline_parallel_size=2", "parallel.stage_memory_gb=1e-6"]
+    assert main(["train", str(recipe.write(tmp_path)), *keys]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: parallel.stage_memory_gb=1e-06 can't hold model.num_layers=4")
