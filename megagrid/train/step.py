@@ -125,7 +125,9 @@ class _TokenCount:
 
     def scale(self) -> Tensor:
         """One over the count: the gradient of the step's loss by the summed loss."""
-        return torch.tensor(1.0 / max(1, self.total()), device=self._count.device)
+        # float64, which autograd rounds to the loss's dtype, be it as wide.
+        scale = 1.0 / max(1, self.total())
+        return torch.tensor(scale, dtype=torch.float64, device=self._count.device)
 
 
 def _to_device(
