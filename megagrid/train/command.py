@@ -7,7 +7,12 @@ machine. Started by torchrun, this is one of its ranks.
 from __future__ import annotations
 
 import argparse
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
 from megagrid.config.dump import dump, toml_value
@@ -42,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, or start the ranks that do."""
     if bootstrap.is_rank() and not arguments.show_config:
-        return _run_rank(arguments)
+        with interrupts_win():
+            return _run_rank(arguments)
     if arguments.nproc is not None and arguments.nproc < 1:
         raise GridError(f"--nproc {arguments.nproc} starts no ranks; choose at least 1")
     config = load_recipe(arguments)
@@ -56,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     stage_layers(config, grid, training_program(config, grid).placement)
     if world_size > 1:
         start_ranks(world_size, ["train", arguments.recipe, *arguments.overrides])
-    return _train(config)
+    with interrupts_win():
+        return _train(config)
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:
@@ -78,6 +85,33 @@ def _run_rank(arguments: argparse.Namespace) -> int:
         if environment.rank == 0 and not environment.launcher_reports:
             raise
         return USER_MISTAKE
+
+
+@contextmanager
+def interrupts_win() -> Iterator[None]:
+    """Once interrupted, the block ends by KeyboardInterrupt, whatever else the interrupt made fail.
+
+    A rank that waits in a collective hears first that its peers are gone; and
+    torch.distributed.checkpoint takes an interrupt in its midst for a failure of its own.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # whoever started us, as nohup, has decided otherwise
+        return
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _train(config: Config) -> int:

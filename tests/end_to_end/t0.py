@@ -161,6 +161,10 @@ class Training:
         return read_records(self.folder / "metrics.jsonl")
 
     @property
+    def has_begun(self) -> bool:
+        return has_begun(self.folder)
+
+    @property
     def errors(self) -> set[str | None]:
         """The mistake that ended each rank."""
         return {report.error for report in self.ranks}
@@ -226,6 +230,11 @@ class Trainer:
         if key not in self._references:
             self._references[key] = self.train(ALONE, *parts, HALF_WAY)
         return self._references[key]
+
+
+def has_begun(run: Path) -> bool:
+    """Whether the folder of a run has more than the lock of one that was refused."""
+    return any((run / name).exists() for name in ("config.toml", "metrics.jsonl", "checkpoints"))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

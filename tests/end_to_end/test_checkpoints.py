@@ -27,6 +27,7 @@ from tests.end_to_end.t0 import (
     TP2DP2,
     TP2PP2,
     Training,
+    has_begun,
     merged,
     name_of,
 )
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_another_depth_is_refused_on_every_rank(
     assert error.startswith("CheckpointError: ")
     assert phrase in error
     assert set(re.findall(r"layers\.(\d+)\.attention\.wq\.weight", error)) == named
-    assert not refused.folder.exists()
+    assert not refused.has_begun
 
 
 def test_a_checkpoint_of_another_width_is_refused_with_exit_2(trainer, cli):
@@ -125,8 +126,8 @@ def test_a_path_without_a_checkpoint_never_trains_from_scratch(trainer, cli, tmp
     (error,) = refused.errors
     assert error.startswith("CheckpointError: ")
     assert str(path) in error
-    assert not refused.folder.exists()
-    assert not cli.run_folder.exists()
+    assert not refused.has_begun
+    assert not has_begun(cli.run_folder)
 
 
 def test_a_run_is_not_started_over_in_its_own_folder(trainer, cli):
@@ -185,7 +186,7 @@ def test_no_file_of_a_checkpoint_runs_code(trainer, cli, tmp_path):
         if name != "config.toml":  # which is for people to read: a run has its own
             line = cli.mistake("train", recipe)
             assert name in line
-            assert not cli.run_folder.exists()
+            assert not has_begun(cli.run_folder)
         for verb in (["sample"], ["ckpt", "verify"], ["ckpt", "inspect"], ["ckpt", "list"]):
             cli(*verb, str(checkpoint))
         assert not canary.exists(), name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.data.files import write_tokens
-from tests.end_to_end.t0 import ALONE, DP2, PP2, TP2, TP2DP2, computed, merged, name_of
+from tests.end_to_end.t0 import ALONE, DP2, PP2, TP2, TP2DP2, computed, has_begun, merged, name_of
 
 
 def ends_after(samples: int, steps: int) -> dict[str, dict[str, object]]:
@@ -26,7 +26,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_before_the_first_step(cli, tmp_p
     assert "token id 64" in line
     assert "model.vocab_size=61" in line
     assert "set model.vocab_size=65" in line
-    assert not cli.run_folder.exists()
+    assert not has_begun(cli.run_folder)
 
 
 def test_a_vocabulary_larger_than_the_data_needs_is_fine(cli, tmp_path):
@@ -50,7 +50,7 @@ def test_a_run_that_the_data_does_not_fill_is_refused(trainer, cli):
     refused = trainer.attempt(TP2DP2, ends_after(13, steps=4))
     (error,) = refused.errors
     assert error.startswith("DataError: the data fills 3 steps")
-    assert not refused.folder.exists()
+    assert not refused.has_begun
 
 
 def test_a_resumed_run_counts_what_is_left_of_the_data(trainer):
