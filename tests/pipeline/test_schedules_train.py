@@ -67,8 +67,15 @@ def cases_of(name: str, placement: Placement, *keys) -> list[Case]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("keys", [(), (TIED,)], ids=["untied", "tied"])
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pp", "keys"),
+    [
+        pytest.param(2, (), id="pp2-untied"),
+        pytest.param(2, (TIED,), id="pp2-tied", marks=pytest.mark.slow),
+        pytest.param(4, (), id="pp4-untied", marks=pytest.mark.slow),
+        pytest.param(4, (TIED,), id="pp4-tied", marks=pytest.mark.slow),
+    ],
+)
 def test_one_to_nine_microbatches_train_like_one_process(equivalence, pp, keys, name):
     equivalence.check(cases_of(name, Placement(pp=pp), *keys))
 
@@ -117,6 +124,7 @@ def test_dropout_takes_the_masks_of_one_process(equivalence):
     equivalence.check([Case(dropped, Placement(pp=2), 2, keys) for keys in SCHEDULES.values()])
 
 
+@pytest.mark.slow
 def test_bf16_stages_differ_from_one_process_by_roundings(equivalence):
     coarse = variant(8, precision="bf16")
     equivalence.check([Case(coarse, Placement(pp=2), 1, keys) for keys in SCHEDULES.values()])

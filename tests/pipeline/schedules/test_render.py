@@ -1,5 +1,7 @@
 from xml.etree import ElementTree
 
+import pytest
+
 from megagrid.pipeline.schedules import (
     Action,
     Costs,
@@ -7,6 +9,7 @@ from megagrid.pipeline.schedules import (
     Span,
     generate,
     lower,
+    render_charts,
     render_svg,
     render_text,
     simulate,
@@ -47,3 +50,17 @@ def test_svg_has_a_box_for_each_action_and_a_legend_of_the_kinds():
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"F forward", "I input gradient", "W weight gradient", "ZB1P <3 ranks>"} <= set(texts)
     assert "B backward" not in texts
+
+
+def test_charts_share_one_scale_of_time():
+    """So that an action that takes as long is as wide, in whichever chart."""
+    short, long = timeline("1F1B", 2, 2), timeline("1F1B", 2, 8, forward=2)
+    root = ElementTree.fromstring(render_charts([("short", short), ("long", long)]))
+    widths = {}
+    for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+        title = box.find("{*}title")
+        if title is not None:
+            action = title.text.partition(":")[0]
+            widths.setdefault(action, []).append(float(box.get("width")))
+    assert widths["0B0"][0] == widths["0B0"][1] > 0
+    assert widths["0F0"][1] == pytest.approx(2 * widths["0F0"][0], abs=0.02)  # of a pixel
