@@ -14,6 +14,7 @@ from megagrid.grid.grid import Axis
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"
+RESUME_KEY = "checkpoint.resume"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def find_checkpoint(resume: str, checkpoints: Path, world: Axis = ALONE) -> Found | None:
+def find_checkpoint(
+    resume: str, checkpoints: Path, world: Axis = ALONE, *, key: str = RESUME_KEY
+) -> Found | None:
     """The newest sound checkpoint that `resume` means; None only for "latest" without any.
 
     All ranks of `world` call it together: each verifies a share of the files.
@@ -37,12 +40,13 @@ def find_checkpoint(resume: str, checkpoints: Path, world: Axis = ALONE) -> Foun
     Args:
         resume: the folder of a checkpoint, the folder of a run, or "latest".
         checkpoints: where this run's checkpoints lie, for "latest".
+        key: what errors call `resume`: the recipe's key, or an argument of the command line.
 
     Raises:
         CheckpointError: `resume` is a path without a sound checkpoint, or "latest" finds some but
             none is sound. To train from scratch instead would throw work away unasked.
     """
-    candidates = on_first_rank(lambda: _candidates(resume, checkpoints), world)
+    candidates = on_first_rank(lambda: _candidates(resume, checkpoints, key), world)
     skipped: list[str] = []
     for path in candidates:
         try:
@@ -55,9 +59,10 @@ def find_checkpoint(resume: str, checkpoints: Path, world: Axis = ALONE) -> Foun
             return Found(path, tuple(skipped))
         skipped.append(f"{path} is damaged: {'; '.join(problems)}")
     if skipped:
+        from_scratch = ", or leave the key out to train from scratch" if key == RESUME_KEY else ""
         raise CheckpointError(
-            f'checkpoint.resume="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name '
-            "another, or leave the key out to train from scratch"
+            f'{key}="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name another'
+            f"{from_scratch}"
         )
     return None
 
@@ -77,7 +82,7 @@ def verify(
     return sorted(problem for share in shares for problem in share)
 
 
-def _candidates(resume: str, checkpoints: Path) -> list[Path]:
+def _candidates(resume: str, checkpoints: Path, key: str) -> list[Path]:
     """Folders that `resume` may mean, best first."""
     if resume == LATEST:
         return [folder.path for folder in newest_first(checkpoints)]
@@ -88,7 +93,7 @@ def _candidates(resume: str, checkpoints: Path) -> list[Path]:
     if path.is_dir() and (is_step_name(path.name) or (path / manifests.FILE_NAME).exists()):
         return [path]
     reason = "holds no checkpoint" if path.is_dir() else "doesn't exist"
+    or_latest = f', or "{LATEST}"' if key == RESUME_KEY else ""
     raise CheckpointError(
-        f'checkpoint.resume="{resume}" {reason}; name the folder of a checkpoint or of a run, or '
-        f'"{LATEST}"'
+        f'{key}="{resume}" {reason}; name the folder of a checkpoint or of a run{or_latest}'
     )

@@ -14,7 +14,9 @@ from megagrid.errors import CheckpointError, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid sample` takes."""
-    parser.add_argument("checkpoint", help="a checkpoint's folder, or a run's: its newest one")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's: its newest one"
+    )
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens to write")
     parser.add_argument(
@@ -29,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it."""
     _check(arguments)
-    found = find_checkpoint(arguments.checkpoint, Path(arguments.checkpoint))
+    path = arguments.checkpoint
+    found = find_checkpoint(path, Path(path), key="CHECKPOINT")
     config = load_config(found.path / "config.toml", [])
     tokenizer = _tokenizer(found.path)
     prompt = tokenizer.encode(arguments.prompt)
@@ -47,8 +50,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {arguments.temperature} must be 0 or more, as 0.8")
     if arguments.top_k < 1:
         raise ConfigError(f"--top-k {arguments.top_k} leaves nothing to draw; choose at least 1")
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed {arguments.seed} must be 0 or more")
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed {arguments.seed} must be 0 or more, and below 2^63")
     if not Path(arguments.checkpoint).is_dir():
         raise CheckpointError(
             f"{arguments.checkpoint} isn't a folder; name a run or a checkpoint, as "
