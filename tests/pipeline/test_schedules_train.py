@@ -145,6 +145,45 @@ def test_stages_without_layers(equivalence, name, counts):
 
 
 # ------------------------------------------------------------------------------------------------
+# Planted faults, which the comparison must see
+
+
+@contextmanager
+def one_late_gradient_lost(engine: Engine):
+    """The last stage forgets a weight gradient of microbatch 2, the first one put off."""
+    original = Stage.backward_weight
+
+    def backward_weight(stage, number, *, is_last):
+        if stage.is_last and number == 2:
+            stage._late[number]._late.pop(0)
+        original(stage, number, is_last=is_last)
+
+    with patch.object(Stage, "backward_weight", backward_weight):
+        yield
+
+
+@contextmanager
+def tied_ends_of_a_rank_not_summed(engine: Engine):
+    with patch.object(Stage, "tied_summands", lambda stage: []):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "told"),
+    [
+        ("ZB1P", one_late_gradient_lost, r"gradient off by .* head\.weight"),
+        ("ZBV", one_late_gradient_lost, r"gradient off by .* head\.weight"),
+        ("ZBV", tied_ends_of_a_rank_not_summed, r"embedding\.weight .* differ between"),
+    ],
+)
+def test_a_planted_fault_is_found(equivalence, name, fault, told):
+    keys = [TIED] if fault is tied_ends_of_a_rank_not_summed else []
+    case = Case(variant(8, *keys), Placement(pp=2), 2, SCHEDULES[name])
+    with pytest.raises(AssertionError, match=told):
+        equivalence.check([case], fault)
+
+
+# ------------------------------------------------------------------------------------------------
 # Accumulation in bf16
 
 
