@@ -109,10 +109,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds} measures nothing; choose at least 1")
-    grids = arguments.grids or [_name(placement(load_recipe(arguments)))]
+    grids = arguments.grids
+    if grids is None:
+        grids = [_name(placement(load_recipe(arguments)))]
+        # The grid says these from here on, and a key is given once.
+        sizes = tuple(f"{key}=" for key in _KEYS.values())
+        arguments.overrides = [text for text in arguments.overrides if not text.startswith(sizes)]
     measurements = [_prepare(grid, arguments) for grid in grids]
     turns = [m for _ in range(arguments.rounds) for m in measurements]
-    for measurement in track(turns, "measuring", console=Console(stderr=True), transient=True):
+    console = Console(stderr=True)
+    for measurement in track(
+        turns, "measuring", console=console, transient=True, disable=not console.is_terminal
+    ):
         measurement.rounds.append(_measure(measurement.grid, arguments))
     _print(measurements)
     if arguments.json:
@@ -163,7 +171,12 @@ def _sizes(grid: str) -> dict[str, int]:
     """tp2pp2 -> {"tp": 2, "pp": 2}."""
     if not _AXIS_SIZES.fullmatch(grid):
         raise ConfigError(f'--grids "{grid}" must name sizes of tp, pp and dp, as tp2pp2 or dp4')
-    return {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", grid)}
+    sizes: dict[str, int] = {}
+    for axis, size in re.findall(r"(tp|pp|dp)(\d+)", grid):
+        if axis in sizes:
+            raise ConfigError(f'--grids "{grid}" names {axis} twice; keep one of its sizes')
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _name(placed: Placement) -> str:
