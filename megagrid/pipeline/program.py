@@ -84,11 +84,14 @@ def _check_fit(config: Config, placement: Placement, schedule: Schedule | Progra
             f"{placement.pp}; set it to {schedule.num_ranks}"
         )
     if schedule.num_stages != parallel.num_stages:
+        chunks, rest = divmod(schedule.num_stages, placement.pp)
+        remedy = f"set virtual_pipeline_size to {chunks}"
+        if rest:
+            remedy = "it must have a multiple of the ranks"
         raise ConfigError(
             f'{key}="{path}" has {schedule.num_stages} stages, parallel.pipeline_parallel_size='
             f"{placement.pp} x virtual_pipeline_size={parallel.virtual_pipeline_size} makes "
-            f"{parallel.num_stages}; set virtual_pipeline_size to "
-            f"{schedule.num_stages // placement.pp}"
+            f"{parallel.num_stages}; {remedy}"
         )
     if schedule.num_microbatches != number:
         batch = schedule.num_microbatches * config.train.micro_batch_size * placement.dp
