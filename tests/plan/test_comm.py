@@ -13,6 +13,7 @@ from megagrid.config.schema import Config, ModelConfig
 from megagrid.data import Loader, Sampler, SyntheticDataset
 from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Coordinate, Placement
+from megagrid.pipeline.schedules import generate, save
 from megagrid.plan.comm import Row, as_calls, step_communication, wire_bytes
 from megagrid.plan.parameters import ModelShare
 from megagrid.train.build import build_engine
@@ -153,6 +154,15 @@ def test_ledger_of_a_step_equals_the_closed_form_on_every_rank(ranks, case):
     world = case.placement.world_size
     for counted, planned in ranks.run(count_a_step, config, case.placement, world_size=world):
         assert dict(counted) == dict(planned)
+
+
+def test_a_schedule_from_a_file_is_counted_like_the_same_by_name(tmp_path):
+    save(generate("ZBV", 2, 6), tmp_path / "mine.txt")
+    placement, chunks = Placement(pp=2), {"parallel__virtual_pipeline_size": 2}
+    in_file = {"parallel__pipeline_schedule_file": str(tmp_path / "mine.txt")}
+    for pp in range(2):
+        by_name = rows_of(run(placement, **schedule("ZBV", 2)), placement, pp=pp)
+        assert rows_of(run(placement, **chunks, **in_file), placement, pp=pp) == by_name
 
 
 # ------------------------------------------------------------------------------------------------
