@@ -14,7 +14,7 @@ import pytest
 from megagrid.grid.placement import Placement
 from megagrid.train.metrics import Stopwatch
 from megagrid.train.step import compute_gradients
-from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, schedule, shape, strategy
+from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, shape, strategy
 from tests.equivalence.trainer import batches_of, engine_of, rank_grid, train
 
 LONG = 20
@@ -185,24 +185,3 @@ def test_bf16_gradients_accumulate_in_fp32(ranks, placement, keys):
         norms.append(ranks.run(repeated_on_rank, case, world_size=placement.world_size))
     for once, often in zip(*norms, strict=True):
         assert often == pytest.approx(once, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------
-# Messages
-
-
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
-def test_any_number_of_microbatches_passes_through(equivalence, pp, name):
-    """pytorch #152938, #172668: works of a batch dropped, ranks that wait for each other."""
-    equivalence.check_steps(
-        [
-            Case(
-                replace(LLAMA, steps=2).having(("train.global_batch_size", microbatches)),
-                Placement(pp=pp),
-                1,
-                (schedule(name),),
-            )
-            for microbatches in range(1, 10)
-        ]
-    )

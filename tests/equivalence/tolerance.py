@@ -32,9 +32,9 @@ holds sigma itself against what roundings can explain.
 the clipping factor: a jump of 2 lr around g = 0, where the sign of a gradient may be rounding. No
 single tolerance fits that. But f grows everywhere, so a gradient within [g - d, g + d] gives an
 update within [f(c (g - d)), f(c (g + d))]: the farther end of that interval from f(c g), times lr,
-is the bound of the element. It is lr 1e-5 or less for all but a few elements. With d = |Δg|'s
-bound; c itself differs by no more than the norms, |d| / |g| of the whole model. Added are the
-roundings of the update, a dozen, relative to |w| and to lr.
+is the bound of the element: below a thousandth of the step for all but a few. d is |Δg|'s bound; c
+itself differs by no more than the norms do, |d| / |g| of the whole model. Added are the roundings
+of the update, a dozen, relative to |w| and to lr.
 
 **bf16.** The same, with the differences of bf16 compute from float64. Losses and norms have a sigma
 of their own, over draws and steps. That tp ranks round their summands to bf16 before they are added
