@@ -64,6 +64,7 @@ def test_training_is_the_same_with_and_without_evaluation(trainer, placement, ke
         (DP2, strategy("SHARD_GRAD_OP")),
         (DP2, strategy("NO_SHARD")),
     ],
+    ids=["tp2", "pp2", "dp2-full_shard", "dp2-shard_grad_op", "dp2-no_shard"],
 )
 def test_the_validation_loss_is_of_the_new_weights_on_every_grid(trainer, placement, keys):
     expected = trainer.reference(SMALL, EVERY_STEP).records

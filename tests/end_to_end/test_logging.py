@@ -51,7 +51,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "keys"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    LAYOUTS,
+    ids=lambda value: "" if isinstance(value, dict) else name_of(value),
+)
 def test_records_are_one_a_step_and_right_in_every_layout(trainer, placement, keys):
     """G1: 8 steps of 8 samples of 32 tokens are 2048, whatever shares or splits them."""
     training = trainer.train(placement, keys)
