@@ -135,7 +135,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"{checkpoint} has no {FILE_NAME}: {reason}") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 

@@ -66,6 +66,9 @@ def _read_recipe(path: Path) -> Settings:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_error(path, text, str(error))) from None
+    except (ValueError, RecursionError) as error:
+        what = "it nests too deep" if isinstance(error, RecursionError) else "a number is too long"
+        raise ConfigError(f"can't read recipe {path}: {what}") from None
     settings = {}
     for section, table in tables.items():
         if not isinstance(table, dict):
@@ -139,7 +142,7 @@ def _parse(section: str, key: str, text: str) -> object:
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond all sense
         return text
     if len(parsed) > 1 or (_is_text(section, key) and not isinstance(parsed["value"], str)):
         return text

@@ -97,6 +97,11 @@ def _prepare(args: argparse.Namespace) -> int:
             ("workers", args.workers) if args.workers < 1 else ("vocab-size", args.vocab_size)
         )
         raise DataError(f"--{name}={value} must be at least 1")
+    if args.output.endswith("/") or Path(args.output).name in ("", ".."):
+        raise DataError(
+            f'--output="{args.output}" names a folder; add how its files begin, as in '
+            f'"{Path(args.output) / "text"}"'
+        )
     request = Request(
         inputs=args.input,
         output=Path(args.output),
@@ -173,6 +178,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from megagrid.data.indexed import IndexedTokens
     from megagrid.data.tokenizer import load_tokenizer
 
+    if args.show < 0:
+        raise DataError(f"--show={args.show} must be at least 0")
     data = IndexedTokens(args.prefix)
     if args.verify:
         data.verify()

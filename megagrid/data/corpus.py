@@ -66,7 +66,7 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
     """The files that ``inputs`` (files, folders, glob patterns) name, in order, each once.
 
     Folders give all their files but hidden ones, sorted by path.
-    Errors: DataError for an input that names none.
+    Errors: DataError for an input that names none, or a folder with something else among them.
     """
     found: dict[Path, Path] = {}
     for name in inputs:
@@ -110,11 +110,17 @@ def _blocks(path: Path, stored: BinaryIO, file_format: Format) -> Iterator[Block
 
 def _expand(name: str) -> list[Path]:
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         # followlinks is off: a link to a parent would never end.
         tree = (Path(folder, file) for folder, _, files in os.walk(path) for file in files)
-        return sorted(p for p in tree if not _is_hidden(p.relative_to(path)))
-    if path.exists():
+        found = sorted(p for p in tree if not _is_hidden(p.relative_to(path)))
+        for entry in found:
+            if not entry.is_file():
+                raise DataError(
+                    f"{entry} is a broken link or no file; remove it from --input {name}"
+                )
+        return found
+    if name and path.exists():
         return [path]
     return sorted(Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file())
 
@@ -217,7 +223,8 @@ def _decode_json(document: RawDocument, decoding: Decoding) -> str:
     try:
         record = json.loads(_decode_text(document, decoding))
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deep")
+        nested = isinstance(error, RecursionError)
+        reason = "nested too deep" if nested else getattr(error, "msg", "a number is too long")
         raise DataError(
             f"{document.place}: not a line of JSON ({reason}); mend or remove it"
         ) from None

@@ -114,7 +114,7 @@ class DocumentDataset:
         if self.samples_per_epoch < 1:
             raise TooFewTokensError(
                 f"{tokens.prefix} has {total} tokens in {split.documents} {split.name} documents "
-                f"and one sample of model.seq_length={seq_length} needs {seq_length + 1}; "
+                f"and one sample of train.seq_length={seq_length} needs {seq_length + 1}; "
                 "shorten it, add documents or change data.valid_fraction"
             )
 

@@ -300,6 +300,11 @@ def _map(path: Path, prefix: str | Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
+        stem = Path(prefix).with_suffix("")
+        if Path(prefix).suffix in (".bin", ".idx") and idx_path(stem).exists():
+            raise DataError(
+                f'{path} doesn\'t exist; the prefix of these files is "{stem}"'
+            ) from None
         raise DataError(
             f"{path} doesn't exist; write it with `megagrid data prepare --output {prefix}`, "
             "or correct data.paths"

@@ -180,7 +180,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> SentencePieceToken
             num_threads=4,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: more than an int holds
         raise DataError(_vocabulary_advice(vocab_size, str(error))) from None
     return SentencePieceTokenizer(trained.getvalue(), "the trained model")
 

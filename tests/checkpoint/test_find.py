@@ -61,6 +61,11 @@ DAMAGE = {
     "trainer state": ("trainer.json", flip_a_bit, "trainer.json has checksum"),
     "manifest missing": ("manifest.json", Path.unlink, "no manifest.json: its save never ended"),
     "manifest cut short": ("manifest.json", cut_short, "manifest.json is damaged"),
+    "manifest nested": (
+        "manifest.json",
+        lambda path: path.write_text("[" * 100_000),
+        "manifest.json is damaged",
+    ),
     "manifest flipped": (
         "manifest.json",
         lambda path: path.write_text(path.read_text().replace('"step": 3', '"step": 4')),

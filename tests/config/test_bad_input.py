@@ -327,8 +327,10 @@ def test_every_rule_answers_a_mistake_of_the_table(tmp_path):
         (None, "can't read recipe"),
         (b"\xff\xfe", "UTF-8"),
         (b"", "train.seq_length, train.global_batch_size"),
+        (b"a = " + b"[" * 5000, "nests too deep"),
+        (b"a = " + b"9" * 5000, "a number is too long"),
     ],
-    ids=["missing", "not text", "empty"],
+    ids=["missing", "not text", "empty", "nested", "long number"],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     path = tmp_path / "none.toml"
@@ -337,6 +339,12 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     with pytest.raises(ConfigError, match=told) as caught:
         load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000], ids=["nested", "long number"])
+def test_an_override_beyond_all_sense_is_a_wrong_value(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"command line: train\.steps=.* must be a whole number"):
+        load(recipe.write(tmp_path), [f"train.steps={value}"])
 
 
 def test_all_wrong_values_of_a_recipe_are_told_at_once(tmp_path):

@@ -60,6 +60,28 @@ def test_numbers_below_one_are_refused(source, tmp_path, option, value):
         call("prepare", *arguments, option, value)
 
 
+@pytest.mark.parametrize("output", ["", "/", "corpus/", ".", "corpus/.."])
+def test_an_output_that_is_a_folder_is_refused(source, output):
+    with pytest.raises(DataError, match=r'--output=".*" names a folder; add .*text"'):
+        call("prepare", "--input", source, "--output", output, "--tokenizer", "bytes")
+
+
+def test_more_pieces_than_an_int_holds_are_refused(source, tmp_path):
+    arguments = ["--input", source, "--output", tmp_path / "o", "--train-tokenizer"]
+    with pytest.raises(DataError, match="--vocab-size=99999999999"):
+        call("prepare", *arguments, "--vocab-size", 99999999999, "--workers", 1)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_in_place_of_its_prefix_is_refused_with_the_prefix(source, tmp_path, suffix):
+    out = tmp_path / "out"
+    call("prepare", "--input", source, "--output", out, "--tokenizer", "bytes", "--workers", 1)
+    with pytest.raises(DataError, match=f'the prefix of these files is "{out}"$'):
+        call("inspect", f"{out}{suffix}")
+    with pytest.raises(DataError, match="--show=-1 must be at least 0"):
+        call("inspect", out, "--show", -1)
+
+
 def test_inspecting_nothing_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"none\.idx doesn't exist"):
         call("inspect", tmp_path / "none")

@@ -190,7 +190,8 @@ BAD_INPUT = {
         r"a\.jsonl:1: key \"text\" is missing \(found: body",
     ),
     "a number": ("a.jsonl", b'\n{"text": 5}\n', r"a\.jsonl:2: key \"text\" is not a string"),
-    "nested": ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: not a line of JSON"),
+    "nested": ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: not a line of JSON \(nested"),
+    "long number": ("a.jsonl", b"9" * 5000, r"a\.jsonl:1: not a line of JSON \(a number"),
     "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}', r"a\.jsonl:1: .*surrogate.*--invalid-utf8"),
     "latin-1 JSON": ("a.jsonl", b'\n{"text": "\xe9"}', r"a\.jsonl:2: byte 0xe9 is not UTF-8"),
     "latin-1": ("a.txt", b"a\nb\n\xe9t\xe9", r"a\.txt:3: byte 0xe9 is not UTF-8; .*--invalid-utf8"),
@@ -232,6 +233,29 @@ def test_an_input_that_names_no_file_is_refused(tmp_path, missing):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"--input .* names no file; give files, folders or glob"):
         prepare(Request([str(tmp_path / missing)], tmp_path / "out", "bytes"))
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    with pytest.raises(DataError, match="names no file"):
+        prepare(Request([""], tmp_path / "out", "bytes"))
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("make", [link_to_nothing, link_to_itself, os.mkfifo])
+def test_a_folder_with_what_cannot_be_read_is_refused_without_a_hang(tmp_path, make):
+    (tmp_path / "texts").mkdir()
+    make(tmp_path / "texts" / "odd")
+    with pytest.raises(DataError, match=r"texts/odd is a broken link or no file; remove it"):
+        prepare(Request([str(tmp_path / "texts")], tmp_path / "out", "bytes"))
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):

@@ -75,7 +75,8 @@ def load(path: Path) -> Schedule | Program:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path}: can't be read as a schedule ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8 text"
+        raise ScheduleError(f"{path}: can't be read as a schedule ({reason})") from None
     fields, rows = _split(text, path)
     return _build(_Reader(fields, path), rows)
 

@@ -85,8 +85,9 @@ def test_a_mistake_is_named_with_file_and_line(change, message, tmp_path):
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name in ("missing", "binary", "."):
-        with pytest.raises(ScheduleError, match="can't be read as a schedule"):
+    told = {"missing": "No such file", "binary": "it isn't UTF-8", ".": "Is a directory"}
+    for name, reason in told.items():
+        with pytest.raises(ScheduleError, match=rf"can't be read as a schedule \({reason}"):
             load(tmp_path / name)
     with pytest.raises(ScheduleError, match="can't be written"):
         save(generate("GPipe", 1, 1), tmp_path / "missing" / "file")
