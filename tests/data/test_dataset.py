@@ -123,7 +123,7 @@ def test_the_held_out_documents_depend_on_the_seed():
 
 def test_a_split_that_does_not_fill_a_sample_is_refused_with_numbers(tmp_path):
     tokens = write_tokens(tmp_path / "a", numbered_documents(4))
-    message = r"a has 40 tokens in 4 train documents and .*train\.seq_length=40 needs 41; .*fraction"
+    message = r"a has 40 tokens in 4 train documents and .*train\.seq_length=40 needs 41; .*valid"
     with pytest.raises(TooFewTokensError, match=message):
         dataset(tokens, 40)
     assert dataset(tokens, 39).len_or_none == 1
