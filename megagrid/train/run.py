@@ -205,13 +205,12 @@ class Run:
         state = checkpoint.load_trainer_state(found.path, world)
         self.progress = Progress(**state["progress"])
         self.engine.optimizer.set_step(self.progress.step)
-        if state["data"] != self.data.fingerprint:
-            self._say("warning: the data isn't what this checkpoint was trained on")
-        if state["seed"] != self.config.train.seed:
-            self._say(
-                f"warning: train.seed={self.config.train.seed}, the checkpoint's was "
-                f"{state['seed']}: samples come in another order"
-            )
+        for name, value in self._identity().items():
+            if name in state["identity"] and state["identity"][name] != value:
+                self._say(
+                    f"warning: {name} is {value!r}, the checkpoint was trained with "
+                    f"{state['identity'][name]!r}: what follows isn't the same run"
+                )
         self._say(f"resumed from {found.path} at step {self.progress.step}")
 
     def _refuse_to_start_over(self) -> None:
@@ -229,8 +228,18 @@ class Run:
         return {
             "step": self.progress.step,
             "progress": asdict(self.progress),
-            "seed": self.config.train.seed,
-            "data": self.data.fingerprint,
+            "identity": self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes a run this run and no other, beside the tensors' shapes: the function that is
+        computed, the data, which of it is held out, and its order."""
+        model = self.config.model.model_dump(exclude={"preset", "make_vocab_size_divisible_by"})
+        return {
+            **{f"model.{key}": value for key, value in model.items()},
+            "train.seed": self.config.train.seed,
+            "data.valid_fraction": self.config.data.valid_fraction,
+            "the data's fingerprint": self.data.fingerprint,
         }
 
     def _entries(self) -> list[checkpoint.Entry]:

@@ -90,12 +90,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(folder, capsys):
     ("keys", "warning"),
     [
         ({}, None),
-        ({"train": {"seed": 7}}, "warning: train.seed=7, the checkpoint's was 1234"),
-        ({"data": {"paths": ["synthetic:50"]}}, "warning: the data isn't what this checkpoint"),
+        ({"train": {"seed": 7}}, "warning: train.seed is 7, the checkpoint was trained with 1234"),
+        ({"data": {"paths": ["synthetic:50"]}}, "warning: the data's fingerprint is "),
+        (
+            {"data": {"valid_fraction": 0.25}},
+            "warning: data.valid_fraction is 0.25, the checkpoint",
+        ),
+        ({"model": {"rope_theta": 500.0}}, "warning: model.rope_theta is 500.0, the checkpoint"),
     ],
-    ids=["same", "seed", "data"],
+    ids=["same", "seed", "data", "split", "model"],
 )
-def test_a_resume_warns_of_what_changes_the_samples(folder, capsys, keys, warning):
+def test_a_resume_warns_of_what_makes_it_another_run(folder, capsys, keys, warning):
     train(folder)
     capsys.readouterr()
     train(folder, LATEST, MORE_STEPS, keys)
