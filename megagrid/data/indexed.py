@@ -1,7 +1,8 @@
 """Token files: a corpus as one array on disk, and an index that says where its documents lie.
 
     PREFIX.bin   the tokens of all documents, one after the other, little-endian, nothing else
-    PREFIX.idx   the header below, then int64 [documents + 1]: where document i starts, in tokens
+    PREFIX.idx   the header below, then int64 [documents + 1]: where document i starts, in tokens,
+                 then the CRC-32 of those
 
 The element type is the smallest unsigned one that holds the vocabulary. Offsets are int64, so a
 file may be larger than memory and larger than 4 GiB. Lengths count the EOD that ends a document.
@@ -30,7 +31,7 @@ _VERSION = 1
 # magic, version, bytes per token, documents, tokens, vocab size, EOD id, largest id,
 # fingerprint of the tokenizer, digest of the tokens, digest of their ends
 _HEADER = struct.Struct("<8sIIqqqqq32s32s8s")
-_CHECK = struct.Struct("<I")  # CRC-32 of the header
+_CHECK = struct.Struct("<I")  # CRC-32, of the header and of the offsets
 _OFFSETS_AT = _HEADER.size + _CHECK.size
 _NONE = -1
 _EDGE = 1 << 16
@@ -127,9 +128,15 @@ class IndexedTokens:
         self.prefix = Path(prefix)
         raw = _map(idx_path(prefix), prefix)
         self.header = Header.unpack(raw[:_OFFSETS_AT], idx_path(prefix))
-        self._check_size(len(raw), _OFFSETS_AT + 8 * (self.header.documents + 1), idx_path(prefix))
-        self.offsets = np.frombuffer(raw, dtype="<i8", offset=_OFFSETS_AT)
+        count = self.header.documents + 1
+        self._check_size(len(raw), _OFFSETS_AT + 8 * count + _CHECK.size, idx_path(prefix))
+        self.offsets = np.frombuffer(raw, dtype="<i8", count=count, offset=_OFFSETS_AT)
         """int64 [documents + 1], in tokens."""
+        (check,) = _CHECK.unpack_from(raw, _OFFSETS_AT + 8 * count)
+        if zlib.crc32(self.offsets.data) != check:
+            raise DataError(
+                f"{idx_path(prefix)} is damaged: its offsets fail their checksum; {REMEDY}"
+            )
         if self.offsets[0] != 0 or self.offsets[-1] != self.header.tokens:
             raise DataError(f"{idx_path(prefix)} is damaged: its offsets don't add up; {REMEDY}")
         tokens = _map(bin_path(prefix), prefix)
@@ -292,7 +299,8 @@ def write_index(path: Path, header: Header, lengths: np.ndarray) -> None:
     np.cumsum(lengths, out=offsets[1:])
     with path.open("wb") as file:
         file.write(header.pack())
-        file.write(offsets.tobytes())
+        file.write(offsets.data)
+        file.write(_CHECK.pack(zlib.crc32(offsets.data)))
 
 
 def _map(path: Path, prefix: str | Path) -> mmap.mmap:

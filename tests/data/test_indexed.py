@@ -137,6 +137,10 @@ DAMAGES = {
     "another format": (lambda p: _flip(idx_path(p), 0), r"a\.idx is not an index of tokens"),
     "another version": (lambda p: _flip(idx_path(p), 8), r"a\.idx has format version 0 .* reads 1"),
     "a flipped bit": (lambda p: _flip(idx_path(p), 20), r"a\.idx is damaged: its header fails"),
+    "a moved document": (
+        lambda p: _flip(idx_path(p), -12),
+        r"a\.idx is damaged: its offsets fail",
+    ),
     "wrong offsets": (lambda p: _flip(idx_path(p), -1), r"a\.idx is damaged: its offsets"),
 }
 
