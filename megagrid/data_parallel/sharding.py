@@ -126,8 +126,8 @@ class GradientSync:
             fully_shard.state(self._stage)._root_post_backward_final_callback()
 
     def after_evaluation(self) -> None:
-        """Let go of parameters that a forward without backward has left gathered: the next update
-        would leave them stale."""
+        """Let go of parameters that a forward without backward has left gathered: their memory is
+        wanted by the next step's activations."""
         if self._stage is None:
             return
         for unit in self._stage.modules():
