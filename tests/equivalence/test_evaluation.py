@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 
-from megagrid.data import Loader, Sampler, SyntheticDataset
+from megagrid.data import Batch, Loader, Sampler, SyntheticDataset
 from megagrid.grid.placement import Placement
+from megagrid.train.build import Engine
 from megagrid.train.metrics import Stopwatch
 from megagrid.train.step import apply_gradients, compute_gradients, evaluate
 from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, Variant, schedule, strategy
 from tests.equivalence.trainer import batches_of, engine_of, rank_grid
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """Of one rank.
-
-    Attributes:
-        losses: before and after an update.
-        batches: that the loader made of the samples.
-    """
-
-    losses: tuple[float | None, float | None]
-    batches: int
-
-
-def evaluate_on_rank(case: Case, samples: int) -> Evaluations:
-    """Evaluate `samples` validation samples, make one step, evaluate again."""
+def evaluate_on_rank(case: Case, counts: Sequence[int]) -> list[float]:
+    """Evaluate so many validation samples, for each of `counts`; make a step; evaluate again."""
     engine = engine_of(case, rank_grid(case.placement, case.config.model.num_kv_heads))
+    losses = [evaluate(engine, batches) for batches in map(partial(padded, engine), counts)]
+    result = compute_gradients(engine, batches_of(engine, 1), 1, Stopwatch())
+    apply_gradients(engine, result.grad_norm, engine.config.optimizer.lr)
+    return losses + [evaluate(engine, batches) for batches in map(partial(padded, engine), counts)]
+
+
+def padded(engine: Engine, samples: int) -> list[list[Batch]]:
+    """All validation samples, `samples` of them, as the training loop reads them."""
     train, grid = engine.config.train, engine.grid
     data = SyntheticDataset(
         engine.config.model.vocab_size, train.seq_length, 1, "valid", samples, repeat=False
     )
     sampler = Sampler(train.global_batch_size, train.micro_batch_size, grid.dp.size)
-    steps = list(Loader(data, sampler, grid.dp.rank, pad=True).steps())
-    before = evaluate(engine, steps)
-    result = compute_gradients(engine, batches_of(engine, 1), 1, Stopwatch())
-    apply_gradients(engine, result.grad_norm, engine.config.optimizer.lr)
-    return Evaluations((before, evaluate(engine, steps)), len(steps))
+    batches = list(Loader(data, sampler, grid.dp.rank, pad=True).steps())
+    assert len(batches) == -(-samples // train.global_batch_size)
+    return batches
 
 
 DROPOUT = GPT.having(TIED, ("model.dropout", 0.5), ("model.attention_dropout", 0.5))
@@ -61,25 +56,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("samples", [16, 11, 3], ids=lambda n: f"{n} samples")
+COUNTS = (16, 11, 3)
+"""Samples that fill two batches, that don't, and that don't fill one."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_validation_loss_is_that_of_one_process(ranks, case, samples):
+def test_validation_loss_is_that_of_one_process(ranks, case):
     """torchtitan #1758: it was divided by the accumulation steps. Megatron-Bridge #6025, torchtitan
     #4301: a split smaller than a batch hung or failed."""
     alone = Case(case.variant, micro_batch=8)
-    (expected,) = ranks.run(evaluate_on_rank, alone, samples, world_size=1)
-    assert expected.batches == -(-samples // 8)
-    for found in ranks.run(evaluate_on_rank, case, samples, world_size=case.placement.world_size):
-        assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    (expected,) = ranks.run(evaluate_on_rank, alone, COUNTS, world_size=1)
+    for found in ranks.run(evaluate_on_rank, case, COUNTS, world_size=case.placement.world_size):
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_validation_loss_is_the_mean_over_tokens_of_all_batches(ranks):
     """Eleven samples as one batch of eleven, or as eight and a padded three."""
     one_batch = LLAMA.having(("train.global_batch_size", 11))
-    (whole,) = ranks.run(evaluate_on_rank, Case(one_batch, micro_batch=11), 11, world_size=1)
-    (cut,) = ranks.run(evaluate_on_rank, Case(LLAMA, micro_batch=8), 11, world_size=1)
-    assert (whole.batches, cut.batches) == (1, 2)
-    assert cut.losses[0] == pytest.approx(whole.losses[0], abs=1e-5)
+    ((whole, _),) = ranks.run(evaluate_on_rank, Case(one_batch, micro_batch=11), [11], world_size=1)
+    ((cut, _),) = ranks.run(evaluate_on_rank, Case(LLAMA, micro_batch=8), [11], world_size=1)
+    assert cut == pytest.approx(whole, abs=1e-5)
 
 
 def no_tokens_on_rank(case: Case) -> float | None:

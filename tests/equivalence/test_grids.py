@@ -58,11 +58,9 @@ def test_grid_trains_like_one_process(equivalence, placement, variant):
     "placement",
     [
         Placement(tp=2),
-        Placement(tp=4),
         Placement(pp=2),
         Placement(dp=2),
         Placement(tp=2, pp=2),
-        Placement(pp=2, dp=2),
     ],
     ids=shape,
 )

@@ -9,7 +9,9 @@ from itertools import groupby
 import pytest
 
 from megagrid.grid.placement import Placement
-from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, Keys, schedule, shape, strategy
+from tests.equivalence.case import SP, TIED, Case, Keys, Variant, schedule, shape, strategy
+
+LLAMA, GPT = Variant("llama", steps=3), Variant("gpt", steps=3)
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -17,8 +19,6 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 @pytest.mark.parametrize(
     ("placement", "keys"),
     [
-        (Placement(dp=2), ()),
-        (Placement(dp=4), ()),
         (Placement(tp=2, dp=2), (SP,)),
         (Placement(pp=2, dp=2), ()),
     ],

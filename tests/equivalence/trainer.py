@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrid.data import IGNORE, Batch, Loader, Sampler, SyntheticDataset
-from megagrid.grid.grid import Grid, build_grid
+from megagrid.grid.grid import Axis, Grid, build_grid
 from megagrid.grid.placement import Placement
 from megagrid.nn.layout import ParameterShard
 from megagrid.pipeline.program import training_schedule
@@ -62,11 +62,11 @@ def train(ranks: Ranks, cases: Sequence[Case], under: Surroundings | None = None
     return [_whole(parts) for parts in zip(*of_ranks, strict=True)]
 
 
-def train_draws(ranks: Ranks, case: Case, draws: int) -> list[Run]:
-    """Train a case on one process `draws` times, from weights a little off the initial ones; the
-    same weights for every precision."""
-    (parts,) = ranks.run(_train_draws, case, draws, world_size=1)
-    return [_whole([part]) for part in parts]
+def train_draws(ranks: Ranks, cases: Sequence[Case], draws: int) -> list[list[Run]]:
+    """Train each of two cases on one process `draws` times, from weights a little off the initial
+    ones: for both cases the same, so that two precisions can be told apart by nothing else."""
+    of_cases = ranks.run(_train_draws, cases, draws, world_size=len(cases))
+    return [[_whole([part]) for part in parts] for parts in of_cases]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -112,9 +112,12 @@ def _train_on_rank(cases: Sequence[Case], under: Surroundings | None) -> list[Ra
     return runs
 
 
-def _train_draws(case: Case, draws: int) -> list[RankRun]:
-    runs = []
+def _train_draws(cases: Sequence[Case], draws: int) -> list[RankRun]:
+    """Each rank has a case, and is a grid of its own."""
+    case = cases[dist.get_rank()]
     grid = rank_grid(case.placement, case.config.model.num_kv_heads)
+    grid = replace(grid, rank=0, world=Axis.single("world"))
+    runs = []
     for draw in range(draws):
         engine = engine_of(case, grid)
         generator = torch.Generator().manual_seed(draw)

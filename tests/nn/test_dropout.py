@@ -46,16 +46,16 @@ def test_nothing_is_dropped_at_rate_0_or_in_an_evaluation():
     assert dropout(x, 0.5, None, "place", 0) is x
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_shares_of_the_sequence_drop_what_the_whole_drops(ranks):
-    shares = [mask(first=rank * S // ranks, s=S // ranks) for rank in range(ranks)]
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_of_the_sequence_drop_what_the_whole_drops(size):
+    shares = [mask(first=rank * S // size, s=S // size) for rank in range(size)]
     assert torch.equal(torch.cat(shares), mask())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_shares_of_the_heads_drop_what_the_whole_drops(ranks):
-    heads = HEADS // ranks
-    shares = [attention_mask(first_head=rank * heads, heads=heads) for rank in range(ranks)]
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_of_the_heads_drop_what_the_whole_drops(size):
+    heads = HEADS // size
+    shares = [attention_mask(first_head=rank * heads, heads=heads) for rank in range(size)]
     assert torch.equal(torch.cat(shares, dim=1), attention_mask())
 
 
