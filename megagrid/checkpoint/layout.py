@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX
 from megagrid.nn.layout import Box, ParameterShard
 from megagrid.optim.adamw import MOMENTS, AdamW
-
-OPTIMIZER_PREFIX = "optimizer."
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,3 @@ def _boxes(prefix: str, shard: ParameterShard, values: Tensor) -> Iterator[Entry
             tensor=values.detach()[rows],
             is_written_here=piece.is_counted_here,
         )
-
-
-def weight_of(state: str) -> str:
-    """The weight that the optimizer state `state` belongs to, by their names."""
-    return state.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from megagrid.checkpoint.find import verify
 from megagrid.checkpoint.layout import Entry
-from megagrid.checkpoint.manifest import find_damage, read_manifest
+from megagrid.checkpoint.manifest import read_manifest, read_trainer_state
 from megagrid.checkpoint.planner import BoxLoadPlanner
-from megagrid.checkpoint.save import TRAINER_STATE
 from megagrid.checkpoint.storage import SafetensorsReader
 from megagrid.checkpoint.together import ALONE, on_first_rank, one_error
 from megagrid.errors import CheckpointError
@@ -57,16 +55,4 @@ def load_trainer_state(checkpoint: Path, world: Axis = ALONE) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing or isn't what the manifest says.
     """
-    return on_first_rank(lambda: _trainer_state(checkpoint), world)
-
-
-def _trainer_state(checkpoint: Path) -> dict[str, Any]:
-    stated = read_manifest(checkpoint).files.get(TRAINER_STATE)
-    if stated is None:
-        raise CheckpointError(f"{checkpoint} holds no {TRAINER_STATE}: only weights can be read")
-    if problems := find_damage(checkpoint, [(TRAINER_STATE, stated)], deep=True):
-        raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
-    try:
-        return json.loads((checkpoint / TRAINER_STATE).read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint} is damaged: {TRAINER_STATE}: {error}") from None
+    return on_first_rank(lambda: read_trainer_state(checkpoint), world)

@@ -31,6 +31,11 @@ from megagrid.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+TRAINER_STATE = "trainer.json"
+CONFIG = "config.toml"
+
+OPTIMIZER_PREFIX = "optimizer."
+"""How the names of optimizer states begin; no weight's does."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,28 @@ def find_damage(
     return problems
 
 
+def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
+    """What the trainer gave as its state.
+
+    Raises:
+        CheckpointError: it is missing or isn't what the manifest says.
+    """
+    stated = read_manifest(checkpoint).files.get(TRAINER_STATE)
+    if stated is None:
+        raise CheckpointError(f"{checkpoint} holds no {TRAINER_STATE}: only weights can be read")
+    if problems := find_damage(checkpoint, [(TRAINER_STATE, stated)], deep=True):
+        raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
+    try:
+        return json.loads((checkpoint / TRAINER_STATE).read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint} is damaged: {TRAINER_STATE}: {error}") from None
+
+
+def weight_of(state: str) -> str:
+    """The weight that the optimizer state `state` belongs to, by their names."""
+    return state.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]
+
+
 def _render(body: Mapping[str, Any]) -> str:
     """JSON with a line per file and per tensor, without the closing brace."""
     lines = []
@@ -182,6 +209,6 @@ def _crc(text: str) -> str:
 
 def _plain(name: str) -> str:
     """`name`, if it is a file's name and not a path out of the checkpoint."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name:
+    if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
         raise ValueError(f"{name!r} isn't the name of a file in it")
     return name

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megagrid.checkpoint.layout import OPTIMIZER_PREFIX, Entry, weight_of
+from megagrid.checkpoint.layout import Entry
+from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX, weight_of
 from megagrid.errors import CheckpointError
 
 NAMES_LISTED = 64

@@ -27,16 +27,13 @@ from megagrid.checkpoint import manifest
 from megagrid.checkpoint.files import FileRecord, copy_file, sync_folder, write_file
 from megagrid.checkpoint.folders import PARTIAL, clean, publish, step_name
 from megagrid.checkpoint.layout import Entry
-from megagrid.checkpoint.manifest import Manifest, SavedTensor
+from megagrid.checkpoint.manifest import CONFIG, TRAINER_STATE, Manifest, SavedTensor
 from megagrid.checkpoint.planner import BoxSavePlanner
 from megagrid.checkpoint.retention import keep_newest
 from megagrid.checkpoint.storage import SafetensorsWriter
 from megagrid.checkpoint.together import ALONE, one_error
 from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Axis
-
-TRAINER_STATE = "trainer.json"
-CONFIG = "config.toml"
 
 
 def save(

@@ -41,8 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megagrid.checkpoint.files import ChecksummedFile, FileRecord
-from megagrid.checkpoint.layout import OPTIMIZER_PREFIX
-from megagrid.checkpoint.manifest import Manifest, SavedBox, SavedTensor
+from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX, Manifest, SavedBox, SavedTensor
 from megagrid.errors import CheckpointError
 
 DTYPE_CODES = {
