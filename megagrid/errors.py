@@ -27,3 +27,10 @@ class DataError(MegagridError):
 
 class CheckpointError(MegagridError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
+
+
+class PeerError(Exception):
+    """Another rank of the run is gone, so that this one can't go on.
+
+    Nobody's mistake on this rank: what ended the other one is the reason, and is told elsewhere.
+    """

@@ -7,8 +7,9 @@ GROUP_RANK, MASTER_ADDR and MASTER_PORT. A process without RANK is a run of one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megagrid.errors import GridError
 
@@ -90,6 +91,38 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that the processes here may use together: the machine's, or the share of it that a
+    container or a job has."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *_control_group_limits(root)])
+
+
+def _control_group_limits(root: Path) -> Iterator[int]:
+    """Memory limits of this process's control group and of those around it, of either version."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, limit = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be that of the host. Then the group is what lies at `base`.
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            if (text := _read(folder / limit).strip()).isdigit():  # "max": none
+                yield int(text)
+
+
+def _read(path: Path) -> str:
+    """Text of a file of the system's, which some systems don't have."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

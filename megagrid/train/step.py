@@ -69,7 +69,7 @@ def compute_gradients(
         totals[0] = local_squared_norm(engine.shards, grid.device)
         if grid.tp.rank == 0:
             totals[1] = loss
-        totals[2 + grid.rank] = _peak_memory_bytes(grid.device)
+        totals[2 + grid.rank] = peak_memory_bytes(grid.device)
         squared_norm, loss_sum, *peaks = all_reduce(totals, grid.world).tolist()
     valid_tokens = tokens.total()
     return StepResult(
@@ -149,7 +149,7 @@ def _to_device(
     ]
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Most that this rank has held so far: of the device's memory, or of the process on a CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,151 @@
+"""What ends a run from outside, each in one line: memory that is too small, peers that are gone.
+
+Any other fault is one of the program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megagrid.config.rules import placement
+from megagrid.config.schema import Config
+from megagrid.errors import ConfigError, MegagridError, PeerError
+from megagrid.grid import bootstrap
+from megagrid.grid.bootstrap import RankEnvironment
+from megagrid.grid.grid import Axis, Grid
+from megagrid.plan.memory import persistent_bytes
+from megagrid.train.step import peak_memory_bytes
+
+GB = 10**9
+
+_PEER_IS_GONE = re.compile(
+    r"connection (was likely )?closed|connection reset|broken pipe|socket closed"  # gloo, the store
+    r"|ncclRemoteError|communicator was aborted",
+    re.IGNORECASE,
+)
+_NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
+
+
+# --- Memory --------------------------------------------------------------------------------------
+
+
+def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> None:
+    """Refuse a run that can't fit: whose states alone are larger than the memory they go to.
+
+    States are weights, gradients and the optimizer's moments, which are all there at the end of a
+    step's backward. That activations fit beside them isn't promised.
+
+    Raises:
+        ConfigError: names the keys that make the states what they are.
+    """
+    if grid.device.type == "cpu":
+        first = environment.rank - environment.local_rank
+        ranks: Sequence[int] = range(first, first + environment.local_world_size)
+        room, whose = bootstrap.memory_bytes(), "this machine has for its ranks"
+    else:
+        ranks = [grid.rank]
+        room, whose = torch.accelerator.get_memory_info(grid.device)[1], f"{grid.device} has"
+    needed = sum(_state_bytes(config, grid, rank) for rank in ranks)
+    if needed > room:
+        raise ConfigError(
+            f"weights, gradients and optimizer states of {_shape(config)} take "
+            f"{needed / GB:,.1f} GB, and {whose} {room / GB:,.1f} GB; make the model smaller, or "
+            f"give it more devices: {_splits(config)}"
+        )
+
+
+def _state_bytes(config: Config, grid: Grid, rank: int) -> int:
+    kept = persistent_bytes(config, grid.placement, grid.placement.coordinate(rank))
+    return kept.total + kept.exp_avg  # a gradient has the elements of a moment
+
+
+def _shape(config: Config) -> str:
+    keys = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
+    return ", ".join(f"model.{key}={getattr(config.model, key)}" for key in keys)
+
+
+def _splits(config: Config) -> str:
+    """The keys that leave a rank less of the model."""
+    parallel = config.parallel
+    splits = [f"parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data")]
+    if parallel.sharding_strategy == "NO_SHARD":
+        splits[-1] = 'parallel.sharding_strategy="FULL_SHARD"'
+    return f"{splits[0]}, {splits[1]} or {splits[2]}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY_ON_CPU in str(error)
+
+
+def _out_of_memory(config: Config, who: str, device: torch.device, error: BaseException) -> str:
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+    batch = config.train.micro_batch_size
+    remedies = [f"lower train.micro_batch_size={batch}"] if batch > 1 else []
+    remedies += [f"lower train.seq_length={config.train.seq_length}", f"raise {_splits(config)}"]
+    return (
+        f"{who} is out of memory on {device}"
+        f"{f' for {asked[1]} more' if asked else ''}, having held "
+        f"{peak_memory_bytes(device) / GB:,.2f} GB at most; {', '.join(remedies[:-1])}, or "
+        f"{remedies[-1]}"
+    )
+
+
+# --- Peers ---------------------------------------------------------------------------------------
+
+
+def _lost_peer(who: str, error: BaseException) -> str:
+    *_, reason = re.split(r"^\[.*?:\d+\] ", str(error).splitlines()[0], maxsplit=1)
+    axis = _axis(error)
+    return f"{who} lost a peer{f' along {axis}' if axis else ''}: {reason}"
+
+
+def _axis(error: BaseException) -> str | None:
+    """The axis along which the rank communicated, as the traceback shows: that of the innermost
+    frame that has one. So collectives needn't carry it along in each of a step's many calls."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        names = frame.f_locals
+        axis = names.get("axis", getattr(names.get("self"), "axis", None))
+        if isinstance(axis, Axis):
+            return axis.name
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return "dp"  # the only axis that it is given
+    return None
+
+
+# --- Both ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def told_in_a_line(config: Config, environment: RankEnvironment) -> Iterator[None]:
+    """Turn what the world does to the block into an error that says so.
+
+    Raises:
+        MegagridError: there wasn't enough memory.
+        PeerError: another rank is gone.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        ranks = placement(config, environment.world_size)
+        who = f"rank {environment.rank} ({ranks.coordinate(environment.rank)})"
+        if _is_out_of_memory(error):
+            device = _device_of(error)
+            raise MegagridError(_out_of_memory(config, who, device, error)) from error
+        if environment.world_size > 1 and _PEER_IS_GONE.search(str(error)):
+            raise PeerError(_lost_peer(who, error)) from error
+        raise
+
+
+def _device_of(error: BaseException) -> torch.device:
+    """Where the memory was wanted: accelerators have an error of their own for it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if isinstance(error, torch.OutOfMemoryError) and accelerator is not None:
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
