@@ -12,24 +12,40 @@ A checkpoint is a folder of safetensors files, JSON and the recipe. Nothing in i
 no pickle is written or read. It exists once its manifest does, and the manifest is written last.
 """
 
-from megagrid.checkpoint.find import CHECKPOINTS, Found, find_checkpoint
-from megagrid.checkpoint.folders import newest_first
-from megagrid.checkpoint.layout import Entry, entries
-from megagrid.checkpoint.load import load, load_trainer_state
-from megagrid.checkpoint.retention import should_save
-from megagrid.checkpoint.save import save
-from megagrid.checkpoint.together import on_first_rank
+import importlib
+import sys
+from types import MappingProxyType, ModuleType
 
-__all__ = [
-    "CHECKPOINTS",
-    "Entry",
-    "Found",
-    "entries",
-    "find_checkpoint",
-    "load",
-    "load_trainer_state",
-    "newest_first",
-    "on_first_rank",
-    "save",
-    "should_save",
-]
+_MODULE_OF = MappingProxyType(
+    {
+        "CHECKPOINTS": "folders",
+        "Entry": "layout",
+        "Found": "find",
+        "entries": "layout",
+        "find_checkpoint": "find",
+        "load": "load",
+        "load_trainer_state": "load",
+        "newest_first": "folders",
+        "on_first_rank": "together",
+        "save": "save",
+        "should_save": "retention",
+    }
+)
+"""Each name of the package, and the module that it is fetched from when it is first used. Most
+import torch, which what only looks into checkpoints (`megagrid ckpt`) shouldn't wait for."""
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{self.__name__}.{_MODULE_OF[name]}"), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Importing a module binds it to its name in its package: `save` would be the module, not
+        # the function, from the moment on that somebody imports from it.
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

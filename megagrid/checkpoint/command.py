@@ -12,9 +12,10 @@ import json
 import math
 from pathlib import Path
 
-from megagrid.checkpoint.find import CHECKPOINTS, verify
+from megagrid.checkpoint.find import verify
 from megagrid.checkpoint.folders import (
     ABANDONED,
+    CHECKPOINTS,
     DELETED,
     PARTIAL,
     REPLACED,

@@ -18,10 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrid.checkpoint.files import remove_tree, rename
+from megagrid.checkpoint.manifest import FILE_NAME
 
 PARTIAL, REPLACED, DELETED, ABANDONED = ".partial", ".replaced", ".deleted", ".abandoned"
 SUFFIXES = (PARTIAL, REPLACED, DELETED, ABANDONED)
 _NAME = re.compile(r"step-(\d{8,})")
+
+CHECKPOINTS = "checkpoints"
+"""The folder of them in a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,18 @@ def newest_first(checkpoints: Path) -> list[StepFolder]:
         if match and (name == match[0] or match[0] not in names):
             found.append(StepFolder(int(match[1]), checkpoints / name))
     return sorted(found, key=lambda folder: folder.step, reverse=True)
+
+
+def candidates(path: Path) -> list[Path]:
+    """The folders that `path` may mean, best first: of a run, its checkpoints, or one of them.
+
+    Empty if it isn't there, or holds nothing like a checkpoint.
+    """
+    for holder in (path / CHECKPOINTS, path):
+        if folders := newest_first(holder):
+            return [folder.path for folder in folders]
+    is_one = is_step_name(path.name) or (path / FILE_NAME).exists()
+    return [path] if path.is_dir() and is_one else []
 
 
 def publish(partial: Path, final: Path) -> None:
