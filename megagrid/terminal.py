@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Self
 
 import rich.console
 
@@ -14,3 +15,54 @@ class Console(rich.console.Console):
         """Pass on the BrokenPipeError that is being handled; rich would end the process itself."""
         error = sys.exc_info()[1]
         raise error if isinstance(error, BrokenPipeError) else BrokenPipeError()
+
+
+def warn_on_stderr(message: str) -> None:
+    """Say `message` where it can't be mistaken for a row of the table."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+class ProgressBar:
+    """A bar for each thing that is done to some bytes; on stderr, so that stdout holds the result,
+    and only where that is a terminal.
+
+    Args:
+        total_bytes: of the input, which each thing is done to.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        # Imported when needed: what draws no bar shouldn't wait for it.
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._total = total_bytes
+        self._tasks: dict[str, int] = {}
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, what: str, done_bytes: int) -> None:
+        """Add `done_bytes` to the bar of `what`."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=self._total)
+        self._bars.advance(self._tasks[what], done_bytes)

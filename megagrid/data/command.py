@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from megagrid.errors import DataError
+from megagrid.terminal import ProgressBar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +115,7 @@ def _prepare(args: argparse.Namespace) -> int:
     )
     total = sum(path.stat().st_size for path in find_files(args.input))
     began = time.perf_counter()
-    with _ProgressBar(total) as progress:
+    with ProgressBar(total) as progress:
         summary = prepare(request, progress)
     seconds = time.perf_counter() - began
     print(f"documents   {summary.documents:,}" + _dropped(summary.empty_documents))
@@ -128,47 +129,6 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _dropped(count: int) -> str:
     return f" ({count:,} without text left out)" if count else ""
-
-
-class _ProgressBar:
-    """A bar for each thing done to the input; on stderr, so that stdout holds the result."""
-
-    def __init__(self, total_bytes: int):
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        from megagrid.terminal import Console
-
-        self._total = total_bytes
-        self._tasks: dict[str, int] = {}
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> _ProgressBar:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, what: str, stored_bytes: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=self._total)
-        self._bars.advance(self._tasks[what], stored_bytes)
 
 
 def _inspect(args: argparse.Namespace) -> int:
