@@ -31,7 +31,7 @@ def load_recipe(arguments: argparse.Namespace) -> Config:
     return load(arguments.recipe, arguments.overrides)
 
 
-def path(text: str) -> Path:
+def path_argument(text: str) -> Path:
     """An argument that names a file or a folder. pathlib takes "" for the current folder, which
     nobody means by an empty variable of a shell."""
     if not text:

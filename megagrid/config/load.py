@@ -50,6 +50,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     settings |= _read_overrides(overrides)
     settings = _with_preset(settings)
     settings = _with_derived(settings)
+    _refuse_nul(settings)
     return _validate(settings, str(path))
 
 
@@ -215,6 +216,17 @@ def _head_dim(hidden: Setting, heads: Setting) -> int | None:
 
 
 # --- Typing --------------------------------------------------------------------------------------
+
+
+def _refuse_nul(settings: Settings) -> None:
+    """A text with a NUL names no file and no run. Refused here, none gets to the system."""
+    for name, setting in settings.items():
+        values = setting.value if isinstance(setting.value, list) else [setting.value]
+        if any(isinstance(value, str) and "\0" in value for value in values):
+            raise ConfigError(
+                f"{setting.origin}: {name}={toml_value(setting.value)} has a NUL character in it; "
+                "leave it out"
+            )
 
 
 def _validate(settings: Settings, path: str) -> Config:

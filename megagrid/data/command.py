@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from megagrid.config.arguments import path_argument
 from megagrid.errors import DataError
 from megagrid.terminal import ProgressBar
 
@@ -79,7 +80,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", metavar="PREFIX")
+    parser.add_argument("prefix", type=path_argument, metavar="PREFIX")
     parser.add_argument(
         "--show", type=int, default=64, metavar="N", help="tokens of the start to decode (64)"
     )

@@ -315,7 +315,7 @@ def _map(path: Path, prefix: str | Path) -> mmap.mmap:
             ) from None
         raise DataError(
             f"{path} doesn't exist; write it with `megagrid data prepare --output {prefix}`, "
-            "or correct data.paths"
+            "or name another prefix"
         ) from None
     except OSError as error:
         raise DataError(f"{path} can't be read ({error.strerror})") from None
