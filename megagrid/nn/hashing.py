@@ -16,6 +16,8 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_LANES = 0x0000FFFF0000FFFF
+"""Two of a word's four 16-bit numbers, each with room to add up others."""
 
 
 def key(*parts: int | str) -> int:
@@ -45,11 +47,13 @@ def normal(stream: int, index: Tensor) -> Tensor:
     The sum of twelve 16-bit uniforms, less six: exact in integers, therefore bit-equal on every
     device and for every shape, which log and cos aren't. Variance 1, tails end at 6.
     """
-    total = torch.zeros_like(index)
+    counter = index * _GOLDEN
+    lanes = torch.zeros_like(index)
     for draw in range(3):
-        word = bits(key(stream, draw), index)
-        for shift in (0, 16, 32, 48):
-            total += _shift_right(word, shift) & 0xFFFF
+        word = mix(counter + key(stream, draw))
+        lanes += word & _LANES
+        lanes += word.bitwise_right_shift_(16).bitwise_and_(_LANES)
+    total = (lanes & 0xFFFFFFFF) + (lanes >> 32)
     # Twelve uniforms on {0 … 65535}: mean 12 * 65535 / 2, each of variance (65536^2 - 1) / 12.
     return (total.double() - 6 * 65535) / 65536
 
@@ -64,4 +68,4 @@ def _shift_right(x: Tensor, count: int) -> Tensor:
     """Logical shift: torch's >> on int64 copies the sign into the bits that it frees."""
     if count == 0:
         return x
-    return (x >> count) & ((1 << (64 - count)) - 1)
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)

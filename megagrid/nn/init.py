@@ -18,8 +18,11 @@ from megagrid.nn import hashing
 if TYPE_CHECKING:
     from megagrid.nn.layout import Box, ParameterShard
 
-_ELEMENTS_AT_ONCE = 1 << 22
-"""Bounds the temporary int64 tensors of a fill to some 100 MB."""
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 15}
+"""Of a fill, by device: the temporary int64 tensors stay in a core's cache."""
+
+_ELEMENTS_AT_ONCE_ELSEWHERE = 1 << 22
+"""Enough to fill an accelerator; its temporary tensors take some 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def initialise(shards: Iterable[ParameterShard], seed: int) -> None:
 
 def _fill_normal(out: Tensor, stream: int, shape: tuple[int, ...], box: Box, std: float) -> None:
     """Fill `out` (box.sizes) with the elements of `box` of the global tensor of `shape`."""
-    rows_at_once = max(1, _ELEMENTS_AT_ONCE * box.sizes[0] // max(1, box.numel))
+    at_once = _ELEMENTS_AT_ONCE.get(out.device.type, _ELEMENTS_AT_ONCE_ELSEWHERE)
+    rows_at_once = max(1, at_once * box.sizes[0] // max(1, box.numel))
     for first in range(0, box.sizes[0], rows_at_once):
         chunk = out[first : first + rows_at_once]
         offsets = (box.offsets[0] + first, *box.offsets[1:])
