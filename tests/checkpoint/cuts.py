@@ -8,6 +8,7 @@ content.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from itertools import product
 
@@ -158,3 +159,24 @@ def _piece(
 
 def _axis(name: str, size: int, index: int) -> Axis:
     return Axis(name, tuple(range(size)), index)
+
+
+def random_cut(rng: random.Random, box: Box, depth: int) -> list[Box]:
+    """`box` in up to 2^depth rectangles by cuts across it at random places."""
+    dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
+    if depth == 0 or not dims:
+        return [box]
+    dim = rng.choice(dims)
+    at = rng.randrange(1, box.sizes[dim])
+    halves = []
+    for start, size in ((0, at), (at, box.sizes[dim] - at)):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + start, size
+        halves += random_cut(rng, Box(tuple(offsets), tuple(sizes)), depth - 1)
+    return halves
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Where `box` lies in its global tensor."""
+    bounds = zip(box.offsets, box.sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in bounds)

@@ -23,7 +23,9 @@ from tests.checkpoint.cuts import (
     GridShape,
     RankState,
     global_tensor,
+    random_cut,
     rank_states,
+    slices_of,
 )
 
 GRIDS = (
@@ -88,21 +90,6 @@ def test_ranks_save_and_load_together(
     assert right == [True] * loaded.size
 
 
-def random_cut(rng: random.Random, box: Box, depth: int) -> list[Box]:
-    """`box` in up to 2^depth rectangles by cuts across it at random places."""
-    dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
-    if depth == 0 or not dims:
-        return [box]
-    dim = rng.choice(dims)
-    at = rng.randrange(1, box.sizes[dim])
-    halves = []
-    for start, size in ((0, at), (at, box.sizes[dim] - at)):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim], sizes[dim] = offsets[dim] + start, size
-        halves += random_cut(rng, Box(tuple(offsets), tuple(sizes)), depth - 1)
-    return halves
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 9), (3, 1, 6), (2, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_any_rectangles_are_filled_from_any_others(
@@ -113,13 +100,7 @@ def test_any_rectangles_are_filled_from_any_others(
 
     def cut(values: torch.Tensor) -> list[Entry]:
         boxes = random_cut(rng, Box((0,) * len(shape), shape), 4)
-        return [
-            Entry("w", shape, box, values[tuple(map(slice, box.offsets, ends(box)))], True)
-            for box in boxes
-        ]
-
-    def ends(box: Box) -> list[int]:
-        return [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+        return [Entry("w", shape, box, values[slices_of(box)], True) for box in boxes]
 
     checkpoint = save(tmp_path, cut(whole), {"step": 1})
     read = torch.zeros_like(whole)
