@@ -51,6 +51,8 @@ class Grid:
         device: where this rank computes.
         tp, cp, dp, pp: the axes of the grid.
         world: all ranks.
+        host: all ranks again, for what lies in the hosts' memory. It has a group of its own, so
+            that a checkpoint can be written behind the training, which uses the others.
         embedding: the ranks of this rank's pipeline with its first and its last stage, which share
             a tied embedding; of size 1 on the others, and where one rank has both.
         kv: the tp ranks that hold the same key/value head, where tp exceeds their number.
@@ -66,6 +68,7 @@ class Grid:
     world: Axis
     embedding: Axis
     kv: Axis
+    host: Axis
 
     @property
     def coordinate(self) -> Coordinate:
@@ -74,7 +77,7 @@ class Grid:
     @property
     def axes(self) -> dict[str, Axis]:
         """Every axis by name."""
-        axes = (self.tp, self.cp, self.dp, self.pp, self.world, self.embedding, self.kv)
+        axes = (self.tp, self.cp, self.dp, self.pp, self.world, self.embedding, self.kv, self.host)
         return {axis.name: axis for axis in axes}
 
 
@@ -84,6 +87,8 @@ def build_grid(
     device: torch.device | str,
     num_kv_heads: int,
     ends: tuple[int, int] = (0, -1),
+    *,
+    has_groups: bool = True,
 ) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
 
@@ -92,16 +97,25 @@ def build_grid(
     Args:
         num_kv_heads: of the model; below tp it decides which ranks hold the same key/value head.
         ends: the pp ranks of the first and the last stage, as the schedule places them.
+        has_groups: make them. Without, the grid can be looked at, by one process for any rank, but
+            nothing communicates along it.
     """
 
-    def axis(name: str, groups: Iterable[tuple[int, ...]]) -> Axis:
+    def axis(name: str, groups: Iterable[tuple[int, ...]], backend: str | None = None) -> Axis:
         # new_group is collective over the world: every rank makes every group, its own or not.
         mine = Axis.single(name, rank)
         for ranks in groups:
-            group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
+            group = make_group(name, ranks, backend) if len(ranks) > 1 else None
             if rank in ranks:
                 mine = Axis(name, ranks, ranks.index(rank), group)
         return mine
+
+    def make_group(
+        name: str, ranks: tuple[int, ...], backend: str | None
+    ) -> dist.ProcessGroup | None:
+        if not has_groups:
+            return None
+        return dist.new_group(list(ranks), backend=backend, group_desc=name)
 
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)
@@ -113,9 +127,12 @@ def build_grid(
         cp=axis("cp", placement.groups("cp")),
         dp=axis("dp", placement.groups("dp")),
         pp=axis("pp", placement.groups("pp")),
-        world=Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None),
+        world=Axis(
+            "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
+        ),
         embedding=axis("embedding", _ends(placement.groups("pp"), *ends)),
         kv=axis("kv", _runs(placement.groups("tp"), kv_copies)),
+        host=axis("host", [everyone], backend="gloo"),
     )
 
 

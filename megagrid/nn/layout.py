@@ -150,7 +150,9 @@ class ParameterShard:
         return _local(grad) if grad is not None else None
 
 
-def parameter_shards(model: nn.Module, replicated_over: Axis | None = None) -> list[ParameterShard]:
+def parameter_shards(
+    model: nn.Module, replicated_over: Axis | None = None, split_over: Axis | None = None
+) -> list[ParameterShard]:
     """All parameters that `model` trains, in the order of their names in it; a tied one once.
 
     A layer states where its parameters lie in `layouts: dict[parameter name, Layout]`, which
@@ -158,6 +160,8 @@ def parameter_shards(model: nn.Module, replicated_over: Axis | None = None) -> l
 
     Args:
         replicated_over: the dp axis, if every rank of it holds whole parameters.
+        split_over: the dp axis, if the parameters of `model` are whole and their shards are wanted
+            that fully_shard would leave here.
     """
     shards = []
     for path, module in model.named_modules():
@@ -167,8 +171,7 @@ def parameter_shards(model: nn.Module, replicated_over: Axis | None = None) -> l
             if replicated_over is not None:
                 layout = layout.replicated(replicated_over)
             parameter = getattr(module, name)
-            tensor = _local(parameter.detach())
-            start = _first_row(parameter)
+            tensor, start = _rows_here(parameter, split_over)
             shards.append(
                 ParameterShard(
                     name=f"{path}.{name}",
@@ -185,13 +188,27 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _rows_here(parameter: Tensor, split_over: Axis | None) -> tuple[Tensor, int]:
+    """The rows of a parameter that are this rank's, and the number of the first."""
+    rows = parameter.shape[0]
+    if split_over is not None:
+        first = _first_of_shard(split_over.rank, split_over.size, rows)
+        end = _first_of_shard(split_over.rank + 1, split_over.size, rows)
+        return parameter.detach()[first:end], first
+    return _local(parameter.detach()), _first_row(parameter)
+
+
 def _first_row(parameter: Tensor) -> int:
-    """Where a shard begins in its local parameter. FSDP cuts dim 0 into chunks of ceil(n / dp)."""
+    """Where a shard begins in its local parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(0):
-            chunk = -(-rows // mesh.size(dim))
-            return min(mesh.get_local_rank(dim) * chunk, rows)
+            return _first_of_shard(mesh.get_local_rank(dim), mesh.size(dim), rows)
     return 0
+
+
+def _first_of_shard(shard: int, shards: int, rows: int) -> int:
+    """FSDP cuts dim 0 into chunks of ceil(rows / shards); the last ones may be short or empty."""
+    return min(shard * -(-rows // shards), rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megagrid.checkpoint.layout import Entry, entries
 from megagrid.config.schema import Config, ModelConfig
 from megagrid.data_parallel.sharding import (
     COMPUTE_DTYPES,
@@ -15,7 +16,8 @@ from megagrid.data_parallel.sharding import (
     GradientSync,
     shard_stage,
 )
-from megagrid.grid.grid import Axis, Grid
+from megagrid.grid.grid import Axis, Grid, build_grid
+from megagrid.grid.placement import Placement
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
 from megagrid.nn.init import initialise
@@ -52,19 +54,13 @@ def build_engine(config: Config, grid: Grid) -> Engine:
     Collective over all ranks.
     """
     training = training_program(config, grid.placement)
-    layers = stage_layers(config, grid.placement, training.placement)
     is_split = any(
         step.is_compute and step.action.kind is Kind.W for step in training.steps[grid.pp.rank]
     )
+    modules = _modules(config, grid, training)
     stages = {
-        number: _build(
-            config,
-            grid,
-            _share(layers, number),
-            embedding=_embedding_axis(grid, training.placement, number),
-            is_split=is_split,
-        )
-        for number in training.stages_of_rank(grid.pp.rank)
+        number: _build(config, grid, module, is_split=is_split)
+        for number, module in modules.items()
     }
     shards = [shard for stage in stages.values() for shard in stage.shards]
     return Engine(
@@ -78,8 +74,53 @@ def build_engine(config: Config, grid: Grid) -> Engine:
     )
 
 
+def outline(config: Config, placement: Placement, *, with_optimizer: bool) -> Iterator[list[Entry]]:
+    """What each rank of a run would save, in rank order, told by one process that is none of them.
+
+    Tensors have shapes and places, and no memory: they are on the meta device.
+    """
+    training = training_program(config, placement)
+    ends = training.placement[0], training.placement[-1]
+    splits = STRATEGIES[config.parallel.sharding_strategy].shards
+    for rank in range(placement.world_size):
+        grid = build_grid(
+            placement, rank, "meta", config.model.num_kv_heads, ends, has_groups=False
+        )
+        shards = [
+            shard
+            for module in _modules(config, grid, training).values()
+            for shard in parameter_shards(
+                module, _replicated_over(config, grid), split_over=grid.dp if splits else None
+            )
+        ]
+        yield entries(shards, AdamW(shards, config.optimizer) if with_optimizer else None)
+
+
+def _modules(config: Config, grid: Grid, training: Program) -> dict[int, DecoderStage]:
+    """This rank's stages by their numbers, whole over dp, their parameters on no device."""
+    layers = stage_layers(config, grid.placement, training.placement)
+    modules = {}
+    for number in training.stages_of_rank(grid.pp.rank):
+        axes = ModelAxes(
+            tp=grid.tp,
+            kv=grid.kv,
+            embedding=_embedding_axis(grid, training.placement, number),
+            sequence_parallel=config.parallel.sequence_parallel and grid.tp.size > 1,
+        )
+        with torch.device("meta"):
+            module = build_stage(config.model, _share(layers, number), axes)
+        modules[number] = module.to(MASTER_DTYPES[config.train.precision])
+    return modules
+
+
 def _share(layers: list[range], stage: int) -> StageShare:
     return StageShare(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
+
+
+def _replicated_over(config: Config, grid: Grid) -> Axis | None:
+    """The dp axis, where each of its ranks holds whole parameters."""
+    shards = STRATEGIES[config.parallel.sharding_strategy].shards
+    return grid.dp if grid.dp.size > 1 and not shards else None
 
 
 def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
@@ -96,29 +137,17 @@ def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
     return Axis("embedding", (grid.rank, grid.rank), rank=0 if stage == 0 else 1)
 
 
-def _build(
-    config: Config, grid: Grid, share: StageShare, *, embedding: Axis, is_split: bool
-) -> Stage:
-    """A stage whose parameters are made on no device, sharded, and only then given memory: no rank
-    ever holds more of them than its own.
+def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) -> Stage:
+    """A stage of `module`, whose parameters are on no device: they are sharded, and only then given
+    memory. No rank ever holds more of them than its own.
 
     Args:
         is_split: the schedule has backwards whose weight gradients come later.
     """
-    axes = ModelAxes(
-        tp=grid.tp,
-        kv=grid.kv,
-        embedding=embedding,
-        sequence_parallel=config.parallel.sequence_parallel and grid.tp.size > 1,
-    )
     strategy = STRATEGIES[config.parallel.sharding_strategy]
-    with torch.device("meta"):
-        module = build_stage(config.model, share, axes)
-    module.to(MASTER_DTYPES[config.train.precision])
     shard_stage(module, grid, strategy, config.train.precision)
     module.to_empty(device=grid.device)
-    replicas = grid.dp if grid.dp.size > 1 and not strategy.shards else None
-    shards = parameter_shards(module, replicated_over=replicas)
+    shards = parameter_shards(module, _replicated_over(config, grid))
     initialise(shards, config.train.seed)
     late = module.put_off_weight_gradients() if is_split else None
     return Stage(module, shards, GradientSync(module, strategy), late)
