@@ -26,6 +26,9 @@ DEPENDENCIES = [
     "safetensors>=0.6,<1",
     # .zst corpora.
     "zstandard>=0.23,<1",
+    # Letters and pixels of `megagrid schedule --png`; imported for that alone. 10.1: a font of its
+    # own in any size.
+    "pillow>=10.1,<14",
 ]
 
 TEST_DEPENDENCIES = [

@@ -26,7 +26,7 @@ from megagrid.pipeline.schedules import (
     render_text,
     simulate,
 )
-from megagrid.pipeline.schedules.text import write
+from megagrid.pipeline.schedules.picture import add_picture_options, write_pictures
 from megagrid.pipeline.schedules.timing import inputs_of
 from megagrid.train.trace import PipelineTrace, read_trace
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder, trained with logging.trace_interval")
     add("--step", type=int, metavar="N", help="the last one traced, unless stated")
-    add("--svg", type=Path, metavar="FILE", help="draw both steps as a picture too")
+    add_picture_options(parser, "both steps")
     add(
         "--pipeline",
         type=_coordinates,
@@ -72,9 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     column = min(_mean_seconds(trace.timeline).values())
     for title, timeline in charts.items():
         print(f"\n{title}\n{render_text(timeline, column)}")
-    if arguments.svg:
-        name = f"{_title(trace)} — "
-        write(arguments.svg, render_charts([(name + t, line) for t, line in charts.items()]))
+    named = [(f"{_title(trace)}; {title}", timeline) for title, timeline in charts.items()]
+    write_pictures(arguments, lambda: render_charts(named))
     return 0
 
 

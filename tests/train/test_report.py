@@ -89,7 +89,7 @@ def test_both_charts_are_drawn_at_one_scale(tmp_path, capsys):
     )
 
 
-def test_svg_has_the_measured_step_above_the_simulated_one(tmp_path, capsys):
+def test_the_picture_has_the_measured_step_above_the_simulated_one(tmp_path, capsys):
     made(tmp_path / "run")
     report(capsys, tmp_path / "run", "--svg", tmp_path / "step.svg")
     root = ElementTree.parse(tmp_path / "step.svg").getroot()
@@ -142,6 +142,7 @@ MISTAKES = {
     "no such pipeline": (["run", "--pipeline", "2,0"], r"pipeline 2,0 isn't in a grid of dp 2"),
     "no coordinates": (["run", "--pipeline", "zero"], r"'zero' must be two coordinates"),
     "unwritable": (["run", "--svg", "no/such/folder.svg"], r"folder\.svg: can't be written"),
+    "another format": (["run", "--png", "step.gif"], r"gif. must end in \.png; there is --svg"),
 }
 
 

@@ -17,7 +17,7 @@ from megagrid.pipeline.schedules.generators import (
     stages_per_rank,
 )
 from megagrid.pipeline.schedules.lowering import lower
-from megagrid.pipeline.schedules.render import render_charts, render_svg, render_text
+from megagrid.pipeline.schedules.render import render_charts, render_text
 from megagrid.pipeline.schedules.schedule import Program, Schedule, loop_placement, v_placement
 from megagrid.pipeline.schedules.simulate import Occupancy, Simulation, simulate
 from megagrid.pipeline.schedules.text import load, save
@@ -44,7 +44,6 @@ __all__ = [
     "loop_placement",
     "lower",
     "render_charts",
-    "render_svg",
     "render_text",
     "save",
     "simulate",

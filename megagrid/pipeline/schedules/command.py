@@ -9,10 +9,11 @@ from pathlib import Path
 from megagrid.pipeline.schedules.action import ScheduleError
 from megagrid.pipeline.schedules.generators import GENERATORS, generate
 from megagrid.pipeline.schedules.lowering import lower
-from megagrid.pipeline.schedules.render import render_svg, render_text
+from megagrid.pipeline.schedules.picture import add_picture_options, write_pictures
+from megagrid.pipeline.schedules.render import render_charts, render_text
 from megagrid.pipeline.schedules.schedule import Program, Schedule
 from megagrid.pipeline.schedules.simulate import Simulation, simulate
-from megagrid.pipeline.schedules.text import load, save, write
+from megagrid.pipeline.schedules.text import load, save
 from megagrid.pipeline.schedules.timing import Costs, Time
 from megagrid.pipeline.schedules.verify import VerifyReport, verify
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time of forward, input gradient, weight gradient and message (1 1 1 0)",
     )
     add("--draw", action="store_true", help="draw ranks x time")
-    add("--svg", type=Path, metavar="FILE", help="draw it as a picture")
+    add_picture_options(parser, "it")
     add("--save", type=Path, metavar="FILE", help="write the schedule to a file, for --file")
 
 
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     print(_summary(program, report, simulation))
     if args.draw:
         print(render_text(simulation.timeline))
-    if args.svg:
-        write(args.svg, render_svg(simulation.timeline, title=_title(program)))
+    write_pictures(args, lambda: render_charts([(_title(program), simulation.timeline)]))
     if args.save:
         save(source, args.save)
     return 0

@@ -1,18 +1,20 @@
-"""Draws a timeline (for the terminal, as SVG) and the steps of a broken program."""
+"""Draws a timeline (for the terminal, as a picture) and the steps of a broken program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megagrid.pipeline.schedules.action import Action, Kind, Step
-from megagrid.pipeline.schedules.timing import Span, Time, Timeline, ratio
+from megagrid.pipeline.schedules.picture import Box, Label, Picture
+from megagrid.pipeline.schedules.timing import Time, Timeline, ratio
 
 _MAX_COLUMNS = 200  # of the text grid, however short the shortest action of a measured run
-_TITLE_HEIGHT, _ROW_HEIGHT = 34, 26  # of a chart, in pixels
+_LEFT, _WIDTH = 64, 1200  # of the rows of a chart, in pixels
+_TITLE_HEIGHT, _ROW_HEIGHT = 34, 26
 _STEPS_AROUND = 5  # the marked one, in the drawing of a broken program
 
 _COLOURS = {Kind.F: "#7fa8d9", Kind.B: "#74b98a", Kind.I: "#8fcfb4", Kind.W: "#e8b565"}
+_IDLE_COLOUR = "#f2f2f2"
 _MEANINGS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -52,61 +54,40 @@ def render_text(timeline: Timeline, unit: Time | None = None) -> str:
     return "\n".join(lines)
 
 
-def render_svg(timeline: Timeline, title: str = "") -> str:
-    """The same as a picture: an SVG document, colours by kind, a legend below."""
-    return render_charts([(title, timeline)])
-
-
-def render_charts(charts: Sequence[tuple[str, Timeline]]) -> str:
-    """Titled timelines one above the other, at one scale of time, with one legend: an SVG document.
+def render_charts(charts: Sequence[tuple[str, Timeline]]) -> Picture:
+    """Titled timelines one above the other, at one scale of time, with one legend of the colours.
 
     Each begins at 0.
     """
-    left, wide = 64, 1200
-    scale = float(wide / max(row[-1].end for _, timeline in charts for row in timeline if row))
-    body: list[str] = []
+    scale = float(_WIDTH / max(row[-1].end for _, timeline in charts for row in timeline if row))
+    shapes: list[Box | Label] = []
     y = 0
     for title, timeline in charts:
-        body += _svg_chart(title, timeline, y, left, wide, scale)
+        shapes += _chart(title, timeline, y, scale)
         y += _TITLE_HEIGHT + len(timeline) * _ROW_HEIGHT + 8
     for index, kind in enumerate(_kinds(timeline for _, timeline in charts)):
-        x = left + index * 140
-        body.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLOURS[kind]}"/>')
-        label = f"{kind} {_MEANINGS[kind]}"
-        body.append(f'<text x="{x + 20}" y="{y + 12}" font-size="12">{label}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 16}" height="{y + 28}" '
-        f'font-family="sans-serif">\n' + "\n".join(body) + "\n</svg>\n"
-    )
+        x = _LEFT + index * 140
+        shapes.append(Box(x, y, 14, 14, _COLOURS[kind]))
+        shapes.append(Label(x + 20, y + 12, f"{kind} {_MEANINGS[kind]}", size=12))
+    return Picture(_LEFT + _WIDTH + 16, y + 28, shapes)
 
 
-def _svg_chart(
-    title: str, timeline: Timeline, top: int, left: int, wide: int, scale: float
-) -> list[str]:
-    """The elements of one chart, whose title begins at `top`."""
-    body = []
+def _chart(title: str, timeline: Timeline, top: int, scale: float) -> Iterator[Box | Label]:
+    """One chart, whose title begins at `top`."""
     if title:
-        body.append(f'<text x="{left}" y="{top + 20}" font-size="14">{escape(title)}</text>')
+        yield Label(_LEFT, top + 20, title, size=14)
     token, height = _tokens(timeline), _ROW_HEIGHT - 4
     for rank, row in enumerate(timeline):
         y = top + _TITLE_HEIGHT + rank * _ROW_HEIGHT
-        body.append(f'<text x="8" y="{y + 16}" font-size="12">rank {rank}</text>')
-        body.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{height}" fill="#f2f2f2"/>')
-        body += [_svg_box(span, token(span.action), left, y, height, scale) for span in row]
-    return body
-
-
-def _svg_box(span: Span, label: str, left: int, y: int, height: int, scale: float) -> str:
-    x, width = left + float(span.start) * scale, float(span.end - span.start) * scale
-    box = (
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '
-        f'fill="{_COLOURS[span.action.kind]}" stroke="#fff"><title>{span.action}: '
-        f"{float(span.start):g} … {float(span.end):g}</title></rect>"
-    )
-    if width < 7 * len(label):
-        return box
-    text = f'<text x="{x + width / 2:.2f}" y="{y + 15}" font-size="10" text-anchor="middle">'
-    return f"{box}{text}{label}</text>"
+        yield Label(8, y + 16, f"rank {rank}", size=12)
+        yield Box(_LEFT, y, _WIDTH, height, _IDLE_COLOUR)
+        for span in row:
+            x, width = _LEFT + float(span.start) * scale, float(span.end - span.start) * scale
+            note = f"{span.action}: {float(span.start):g} … {float(span.end):g}"
+            yield Box(x, y, width, height, _COLOURS[span.action.kind], note, has_edge=True)
+            text = token(span.action)
+            if width >= 6.5 * len(text):  # else it would run into the next
+                yield Label(x + width / 2, y + 15, text, size=10, is_centred=True)
 
 
 def render_steps(steps: Sequence[Sequence[Step]], marked_rank: int, marked: int | None) -> str:

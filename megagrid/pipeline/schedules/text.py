@@ -54,14 +54,14 @@ def to_text(saved: Schedule | Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Writes a file.
 
     Raises:
         ScheduleError: it can't be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise ScheduleError(f"{path}: can't be written ({error.strerror})") from None
 

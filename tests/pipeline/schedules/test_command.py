@@ -27,9 +27,10 @@ def test_drawn_schedule_comes_with_its_numbers(capsys):
 def test_saved_schedule_is_run_from_its_file(capsys, tmp_path):
     run(f"Interleaved1F1B --stages 2 --microbatches 4 --virtual 2 --save {tmp_path}/saved")
     first = capsys.readouterr().out
-    run(f"--file {tmp_path}/saved --svg {tmp_path}/drawing.svg")
+    run(f"--file {tmp_path}/saved --svg {tmp_path}/drawing.svg --png {tmp_path}/drawing.png")
     assert capsys.readouterr().out == first
     assert (tmp_path / "drawing.svg").read_text().startswith("<svg")
+    assert (tmp_path / "drawing.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_costs_change_the_time(capsys):
@@ -60,6 +61,14 @@ def test_what_can_not_run_is_drawn_and_refused(capsys, tmp_path):
 def test_mistakes_are_named(line, message):
     with pytest.raises(ScheduleError, match=message):
         run(line)
+
+
+def test_a_picture_of_another_format_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["schedule", "1F1B", "--svg", "x.pdf"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--svg: 'x.pdf' must end in .svg; there is --png for .png" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_sizes_beside_a_file_are_refused(tmp_path):

@@ -10,7 +10,6 @@ from megagrid.pipeline.schedules import (
     generate,
     lower,
     render_charts,
-    render_svg,
     render_text,
     simulate,
 )
@@ -44,7 +43,7 @@ def test_a_measured_run_is_drawn_however_uneven():
 
 def test_svg_has_a_box_for_each_action_and_a_legend_of_the_kinds():
     drawn = timeline("ZB1P", 3, 4)
-    root = ElementTree.fromstring(render_svg(drawn, title="ZB1P <3 ranks>"))
+    root = ElementTree.fromstring(render_charts([("ZB1P <3 ranks>", drawn)]).svg())
     boxes = root.findall(".//{*}rect/{*}title")
     assert len(boxes) == sum(map(len, drawn)) == 3 * 4 * 3
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -55,7 +54,7 @@ def test_svg_has_a_box_for_each_action_and_a_legend_of_the_kinds():
 def test_charts_share_one_scale_of_time():
     """So that an action that takes as long is as wide, in whichever chart."""
     short, long = timeline("1F1B", 2, 2), timeline("1F1B", 2, 8, forward=2)
-    root = ElementTree.fromstring(render_charts([("short", short), ("long", long)]))
+    root = ElementTree.fromstring(render_charts([("short", short), ("long", long)]).svg())
     widths = {}
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):
         title = box.find("{*}title")
