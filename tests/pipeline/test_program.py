@@ -58,7 +58,7 @@ THREE_STAGES = replace(
 
 MISFITS = {
     "ranks": (generate("1F1B", 4, 8), (), "is for 4 ranks, .* is 2; set it to 4"),
-    "stages": (generate("ZBV", 2, 8), (), "has 4 stages, .* makes 2; set virtual_.* to 2"),
+    "stages": (generate("ZBV", 2, 8), (), "has 4 stages, .* makes 2; set parallel.virtual_.* to 2"),
     "odd stages": (THREE_STAGES, (), "has 3 stages, .* makes 2; it must have a multiple of"),
     "microbatches": (
         generate("1F1B", 2, 3),
@@ -85,11 +85,36 @@ def test_a_file_for_another_run_is_refused_with_what_would_do(tmp_path, written,
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_breaks_a_rule_is_refused(tmp_path):
+KEY = "parallel.pipeline_schedule_file"
+
+
+def test_a_file_that_breaks_a_rule_is_refused_with_key_path_and_place(tmp_path):
     written = generate("1F1B", 2, 8)
     late = written.orders[1][1:]
-    with pytest.raises(ScheduleError, match="1F0 is missing"):
+    with pytest.raises(ScheduleError) as refused:
         from_file(tmp_path, replace(written, orders=(written.orders[0], late)))
+    path = tmp_path / "mine.txt"
+    assert str(refused.value).startswith(f'{KEY}="{path}": ')
+    assert "1F0 is missing" in str(refused.value)
+    assert refused.value.rule and "▶" in refused.value.drawing
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "mine.txt: can't be read as a schedule"),
+        ("schedule: mine\nhello\n", "mine.txt:2: 'hello' is no `key: value`"),
+        ("schedule: mine\nmicrobatches: 1\nplacement: 0\nrank 0: 0X0\n", "mine.txt:4: '0X0' is no"),
+    ],
+    ids=["missing", "no field", "no action"],
+)
+def test_a_file_that_is_no_schedule_is_named_with_its_key(tmp_path, text, told):
+    path = tmp_path / "mine.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ScheduleError) as refused:
+        program(tmp_path, f"{KEY}={path}")
+    assert str(refused.value).startswith(f"{KEY}: {tmp_path}/{told}")
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV"])

@@ -282,7 +282,8 @@ def test_a_broken_file_is_drawn_and_refused_before_ranks_start(tmp_path, monkeyp
     *drawing, error = capsys.readouterr().err.splitlines()
     assert drawing == ["  rank 0: 0F0    0F1  0B0  0B1", "  rank 1: ▶1B0◀  1F0  1F1  1B1"]
     assert error.startswith(
-        "error: 1F1B breaks the rule of data dependencies: 1B0 comes before 1F0"
+        f'error: parallel.pipeline_schedule_file="{path}": 1F1B breaks the rule of data '
+        "dependencies: 1B0 comes before 1F0"
     )
 
 
