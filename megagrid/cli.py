@@ -89,7 +89,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is an error like any other, and options may follow overrides."""
 
-    has_subverbs = False
+    _subverbs: argparse._SubParsersAction | None = None
 
     def error(self, message: str) -> NoReturn:
         if re.match(r"unrecognized arguments: --\w+\.", message):
@@ -97,11 +97,20 @@ class Parser(argparse.ArgumentParser):
         raise MegagridError(f"{message}; `{self.prog} --help` shows what there is")
 
     def add_subparsers(self, **kwargs) -> argparse._SubParsersAction:
-        self.has_subverbs = True
-        return super().add_subparsers(**kwargs)
+        self._subverbs = super().add_subparsers(**kwargs)
+        return self._subverbs
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """`RECIPE a.b=1 --flag c.d=2` needs intermixed parsing, which subverbs don't allow."""
-        if self.has_subverbs:
-            return self.parse_args(argv)
-        return self.parse_intermixed_args(argv)
+        """Arguments in whatever order: `RECIPE a.b=1 --flag c.d=2`.
+
+        argparse calls that intermixed and can't do it where there are subverbs, so that what
+        follows a subverb is left to the subverb's own parser.
+        """
+        if self._subverbs is None:
+            return self.parse_intermixed_args(argv)
+        subverb = self._subverbs.choices.get(argv[0]) if argv else None
+        if subverb is None:
+            return self.parse_args(argv)  # which asks for a subverb, or is --help
+        arguments = subverb.parse(argv[1:])
+        setattr(arguments, self._subverbs.dest, argv[0])
+        return arguments

@@ -164,6 +164,38 @@ def test_a_verb_may_have_verbs_of_its_own(verb, capsys):
 
 @pytest.mark.parametrize("module", [module for module, _ in cli.VERBS.values()])
 def test_every_verb_leads_to_a_module(module):
+def test_what_a_subverb_takes_may_come_in_any_order_too(verb):
+    def add_arguments(parser):
+        this = parser.add_subparsers(dest="verb", required=True).add_parser("this")
+        this.add_argument("recipe")
+        this.add_argument("overrides", nargs="*", default=[])
+        this.add_argument("--size", type=int)
+
+    verb(lambda arguments: seen.append(arguments) or 0, add_arguments)
+    seen = []
+    assert cli.main(["do", "this", "--size", "3", "r.toml", "a.b=1"]) == 0
+    assert cli.main(["do", "this", "r.toml", "a.b=1", "--size", "3", "c.d=2"]) == 0
+    assert [(one.verb, one.size, one.overrides) for one in seen] == [
+        ("this", 3, ["a.b=1"]),
+        ("this", 3, ["a.b=1", "c.d=2"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["ckpt", "list", "a\0b"], "has a NUL character in it"),
+        (["report", ""], 'argument RUN: "" names nothing'),
+        (["data", "inspect", ""], 'argument PREFIX: "" names nothing'),
+        (["data", "inspect", "nope"], "--output nope`, or name another prefix"),
+    ],
+)
+def test_a_path_that_is_none_is_one_line(arguments, reason, capsys):
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
     path = REPOSITORY / Path(*module.split(".")).with_suffix(".py")
     source = path.read_text(encoding="utf-8")
     assert "\ndef add_arguments(" in source

@@ -109,8 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds} measures nothing; choose at least 1")
-    grids = arguments.grids
-    if grids is None:
+    grids = _take_grids(arguments)
+    if not grids:
         grids = [_name(placement(load_recipe(arguments)))]
         # The grid says these from here on, and a key is given once.
         sizes = tuple(f"{key}=" for key in _KEYS.values())
@@ -127,6 +127,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps([_figures(m) for m in measurements], indent=1) + "\n")
     return 0
+
+
+def _take_grids(arguments: argparse.Namespace) -> list[str]:
+    """The grids of `--grids`, which takes all that follows it: overrides among it go where they
+    belong."""
+    stated = arguments.grids or []
+    arguments.overrides = [*arguments.overrides, *(text for text in stated if "=" in text)]
+    return [text for text in stated if "=" not in text]
 
 
 def _prepare(grid: str, arguments: argparse.Namespace) -> Measurement:

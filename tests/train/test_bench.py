@@ -68,7 +68,7 @@ def grid_of(overrides: list[str]) -> str:
 
 
 def bench(path: str, *arguments: str) -> int:
-    """Of 4 steps, 2 of them warm-up unless `arguments` say otherwise; overrides come first."""
+    """Of 4 steps, 2 of them warm-up unless `arguments` say otherwise."""
     warmup = [] if "--warmup" in arguments else ["--warmup", "2"]
     return main(["bench", "step", path, *arguments, "--steps", "4", *warmup])
 
@@ -83,6 +83,14 @@ def test_without_grids_the_recipes_is_measured(path, runs, capsys):
     assert bench(path, "parallel.tensor_parallel_size=2", "--rounds", "1") == 0
     assert list(map(grid_of, runs)) == ["2x1x1"]
     assert "tp2" in capsys.readouterr().out
+
+
+def test_overrides_may_stand_anywhere_after_the_recipe(path, runs):
+    early, late = "train.seed=1", "train.seq_length=16"
+    assert bench(path, early, "--rounds", "1", "--grids", "tp2", late) == 0
+    (overrides,) = runs
+    assert grid_of(overrides) == "2x1x1"
+    assert overrides[:2] == [early, late]
 
 
 def test_a_run_makes_steps_and_nothing_else(path, runs):
