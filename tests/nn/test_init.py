@@ -45,7 +45,7 @@ def test_any_box_has_the_bits_of_the_whole(data):
 
 def test_filling_in_chunks_changes_nothing(monkeypatch):
     whole = filled(WHOLE)
-    monkeypatch.setattr(init, "_ELEMENTS_AT_ONCE", 2 * SHAPE[1])
+    monkeypatch.setitem(init._ELEMENTS_AT_ONCE, "cpu", 2 * SHAPE[1])
     assert torch.equal(filled(WHOLE), whole)
 
 
