@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megagrid.errors import MegagridError
 from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Placement
 from megagrid.nn.layout import Box
+from megagrid.train import run as run_module
 from megagrid.train.metrics import StepRecord, read_records
 from megagrid.train.run import Run
 from tests.ranks import Ranks
@@ -43,12 +45,24 @@ SP = {"parallel": {"sequence_parallel": True}}
 TIED = {"model": {"tied_embeddings": True}}
 GPT = {"model": {"family": "gpt", "num_kv_heads": 8}}
 DROPOUT = {"model": {"dropout": 0.1, "attention_dropout": 0.1}}
-BF16 = {"train": {"precision": "bf16"}}
+BF16, FP64 = {"train": {"precision": "bf16"}}, {"train": {"precision": "fp64"}}
 HALF_WAY = {"checkpoint": {"save_interval": SAVED_AT}}
 
 
 def strategy(name: str) -> Sections:
     return {"parallel": {"sharding_strategy": name}}
+
+
+def schedule(name: str, chunks: int = 1) -> Sections:
+    return {"parallel": {"pipeline_schedule": name, "virtual_pipeline_size": chunks}}
+
+
+def layers_per_stage(*layers: int) -> Sections:
+    return {"parallel": {"layers_per_stage": list(layers)}}
+
+
+GPIPE, ZB1P = schedule("GPipe"), schedule("ZB1P")
+INTERLEAVED, ZBV = schedule("Interleaved1F1B", 2), schedule("ZBV", 2)
 
 
 def merged(*parts: Sections) -> dict[str, dict[str, Any]]:
@@ -139,6 +153,20 @@ def work_on_rank(config: Config, work: Work) -> RankReport:
         except MegagridError as error:
             return RankReport(output.getvalue(), f"{type(error).__name__}: {error}")
     return RankReport(output.getvalue(), result=result)
+
+
+def run_and_note_samples(run: Run) -> list[list[int]]:
+    """Train; the numbers of the samples that this rank computed in each step."""
+    seen: list[list[int]] = []
+
+    def noting(engine, batches, *rest: Any):
+        seen.append([sample for batch in batches for sample in batch.sample_ids.tolist()])
+        return compute_gradients(engine, batches, *rest)
+
+    compute_gradients = run_module.compute_gradients
+    with patch.object(run_module, "compute_gradients", noting):
+        run.run()
+    return seen
 
 
 # ------------------------------------------------------------------------------------------------
@@ -271,14 +299,21 @@ def computed(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def assert_parity(found: Sequence[StepRecord], reference: Sequence[StepRecord]) -> None:
-    """Each step of `found` is that step of `reference`: |Δloss| <= 1e-5, norms within 1e-4."""
+def assert_parity(
+    found: Sequence[StepRecord],
+    reference: Sequence[StepRecord],
+    *,
+    loss: float = 1e-5,
+    grad_norm: float = 1e-4,
+) -> None:
+    """Each step of `found` is that step of `reference`: |Δloss| <= `loss`, norms within
+    `grad_norm` of each other, relatively."""
     expected = {record.step: record for record in reference}
     for record in found:
         other = expected[record.step]
         step = f"step {record.step}"
-        assert abs(record.loss - other.loss) <= 1e-5, f"{step}: {record.loss} {other.loss}"
-        assert abs(record.grad_norm / other.grad_norm - 1) <= 1e-4, (
+        assert abs(record.loss - other.loss) <= loss, f"{step}: {record.loss} {other.loss}"
+        assert abs(record.grad_norm / other.grad_norm - 1) <= grad_norm, (
             f"{step}: norm {record.grad_norm} {other.grad_norm}"
         )
         assert (record.lr, record.sample_ids) == (other.lr, other.sample_ids), step
