@@ -142,7 +142,6 @@ def losses_on_rank(case: Case) -> list[float]:
 
 STALE: list[tuple[Variant, Placement, tuple]] = [
     (LLAMA, Placement(dp=2), ()),
-    (LLAMA, Placement(pp=2, dp=2), ()),
     (GPT.having(TIED), Placement(tp=2, dp=2), (SP,)),
 ]
 

@@ -19,7 +19,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 @pytest.mark.parametrize(
     ("placement", "keys"),
     [
-        (Placement(tp=2, dp=2), (SP,)),
+        pytest.param(Placement(tp=2, dp=2), (SP,), marks=pytest.mark.slow),
         (Placement(pp=2, dp=2), ()),
     ],
     ids=lambda value: shape(value) if isinstance(value, Placement) else "",
@@ -125,17 +125,15 @@ def test_sequences_shorter_than_the_positions_change_nothing(equivalence):
     equivalence.check([Case(variant, Placement(tp=2), 4, keys) for keys in ((), (SP,))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "keys"),
     [
         (Placement(tp=2), ()),
         (Placement(tp=2), (SP,)),
-        (Placement(pp=2), ()),
-        (Placement(dp=2), ()),
+        (Placement(dp=2), (strategy("FULL_SHARD"),)),
         (Placement(dp=2), (strategy("NO_SHARD"),)),
-        (Placement(dp=2), (strategy("SHARD_GRAD_OP"),)),
         (Placement(tp=2, pp=2), (SP,)),
-        (Placement(pp=2, dp=2), ()),
     ],
     ids=lambda value: shape(value) if isinstance(value, Placement) else "",
 )
