@@ -16,6 +16,21 @@ from megagrid.grid.placement import Placement
 
 NO_FP64_DEVICES = ("mps",)
 
+LLAMA_KEYS = {"qkv_bias": False, "qk_norm": False, "rope_scaling": "none"}
+"""Keys that a gpt has no use for, and their value there."""
+
+ROPE_SCALING_KEYS = {
+    "none": (),
+    "linear": ("rope_scaling_factor",),
+    "llama3": (
+        "rope_scaling_factor",
+        "rope_low_freq_factor",
+        "rope_high_freq_factor",
+        "rope_original_max_seq_length",
+    ),
+}
+"""What each kind of RoPE scaling is made of."""
+
 LARGEST_CHOICE = 4096
 """Divisors above it are of no use to anyone, and would take long to find for a mistyped number."""
 
@@ -94,6 +109,39 @@ def dropout_is_for_gpt(config: Config) -> None:
             raise ConfigError(
                 f'model.{key}={rate} has no place in model.family="{model.family}"; set it to 0, '
                 'or model.family="gpt"'
+            )
+
+
+def gpt_has_no_keys_of_llama(config: Config) -> None:
+    """A gpt has biases everywhere, and positions that nothing rotates."""
+    model = config.model
+    for key, off in LLAMA_KEYS.items():
+        if model.family == "gpt" and (value := getattr(model, key)) != off:
+            raise ConfigError(
+                f'model.{key}={toml_value(value)} has no place in model.family="gpt"; set it to '
+                f'{toml_value(off)}, or model.family="llama"'
+            )
+
+
+def rope_scaling_is_stated_whole(config: Config) -> None:
+    """Each kind has its numbers, all of them, and no other's."""
+    model = config.model
+    needed = ROPE_SCALING_KEYS[model.rope_scaling]
+    stated = [key for key in ROPE_SCALING_KEYS["llama3"] if getattr(model, key) is not None]
+    kind = f'model.rope_scaling="{model.rope_scaling}"'
+    if missing := [f"model.{key}" for key in needed if key not in stated]:
+        raise ConfigError(f'{kind} needs {", ".join(missing)}; state it, or set it to "none"')
+    if extra := [key for key in stated if key not in needed]:
+        raise ConfigError(
+            f"model.{extra[0]}={getattr(model, extra[0])} isn't read under {kind}; clear it with "
+            f"none, or choose another rope_scaling"
+        )
+    if "rope_high_freq_factor" in needed:
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        if low >= high:
+            raise ConfigError(
+                f"model.rope_low_freq_factor={low} must be below model.rope_high_freq_factor="
+                f"{high}; Llama 3.1 has 1 and 4"
             )
 
 
@@ -313,6 +361,32 @@ def evaluation_has_documents(config: Config) -> None:
         )
 
 
+def kept_checkpoints_are_saved_ones(config: Config) -> None:
+    """What is kept of old checkpoints is so because of its step, and others go."""
+    settings = config.checkpoint
+    every, interval = settings.keep_every, settings.save_interval
+    if every and not settings.keep_last:
+        raise ConfigError(
+            f"checkpoint.keep_every={every} keeps nothing that checkpoint.keep_last=0 doesn't keep "
+            "anyway; choose keep_last=1 or more, or keep_every=0"
+        )
+    if every and interval and every % interval:
+        raise ConfigError(
+            f"checkpoint.keep_every={every} must be a multiple of checkpoint.save_interval="
+            f"{interval}; choose {_choice(_multiples_near(every, interval))}"
+        )
+
+
+def export_needs_a_last_checkpoint(config: Config) -> None:
+    """The exported folder is made of it."""
+    settings = config.checkpoint
+    if settings.export_hf is not None and not settings.save_at_end:
+        raise ConfigError(
+            f"checkpoint.export_hf={toml_value(settings.export_hf)} needs the checkpoint of the "
+            "last step; set checkpoint.save_at_end=true"
+        )
+
+
 def run_has_a_folder(config: Config) -> None:
     """Everything that the run writes lies below one folder."""
     if not config.logging.run_dir.strip():
@@ -323,6 +397,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     kv_heads_divide_heads,
     rope_needs_even_head_dim,
     dropout_is_for_gpt,
+    gpt_has_no_keys_of_llama,
+    rope_scaling_is_stated_whole,
     tensor_parallel_splits_the_layer,
     context_parallel_is_to_come,
     positions_reach_the_sequence,
@@ -338,6 +414,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     paths_are_distinct,
     synthetic_stands_alone,
     evaluation_has_documents,
+    export_needs_a_last_checkpoint,
+    kept_checkpoints_are_saved_ones,
     run_has_a_folder,
 )
 

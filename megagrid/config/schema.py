@@ -21,6 +21,8 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Precision = Literal["fp32", "bf16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+RopeScaling = Literal["none", "linear", "llama3"]
+ExportDtype = Literal["fp32", "bf16", "fp16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
@@ -53,6 +55,22 @@ class ModelConfig(Section):
     """The output head reuses the token embedding."""
     norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling = "none"
+    """What was done to RoPE's frequencies for longer inputs: all divided by a factor ("linear"), or
+    the low ones (Llama 3.1, "llama3"). See `megagrid.nn.rope`."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """linear, llama3: what frequencies are divided by."""
+    rope_low_freq_factor: PositiveFloat | None = None
+    """llama3: frequencies of fewer turns in rope_original_max_seq_length are divided."""
+    rope_high_freq_factor: PositiveFloat | None = None
+    """llama3: frequencies of more turns are left alone, between the two it is blended."""
+    rope_original_max_seq_length: PositiveInt | None = None
+    """llama3: the longest input before the scaling, in tokens."""
+    qkv_bias: bool = False
+    """Queries, keys and values alone have biases, as in Qwen2 (llama; a gpt has all of them)."""
+    qk_norm: bool = False
+    """Each head's query and key go through an RMSNorm before they are rotated, as in Qwen3
+    (llama)."""
     dropout: BelowOne = 0.0
     """On the embedding and on each residual branch (gpt)."""
     attention_dropout: BelowOne = 0.0
@@ -193,10 +211,31 @@ class CheckpointConfig(Section):
     save_interval: NonNegativeInt = 0
     """Steps between saves; 0: only at the end."""
     save_at_end: bool = True
+    async_save: bool | None = None
+    """Write behind the training, from copies in host memory; true on a cpu doubles what weights and
+    optimizer states take there. None: where the device has memory of its own."""
+    on_failed_save: Literal["end", "continue"] = "end"
+    """What becomes of a run whose disk is full or fails while it saves. The former checkpoint stays
+    either way, and if the last save of a run fails it ends with an error."""
+    seconds_to_stop: PositiveInt = 600
+    """Longest that ranks may take to end their step and save it, once SIGTERM or SIGUSR1 has asked
+    them to stop; then the launcher kills them."""
     keep_last: NonNegativeInt = 0
     """Newest checkpoints that are kept; 0: all."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of multiples of so many steps are kept, however old; 0: those of keep_last."""
+    read_by: Literal["every_rank", "first_rank"] = "every_rank"
+    """Who reads a checkpoint: every rank the slices that it holds, or the first rank all of it, and
+    sends it to the others: for a shared disk that many readers slow down."""
     resume: str | None = None
     """A checkpoint's folder, a run's folder, or "latest": of run_dir, afresh if it has none."""
+    initialize_from: str | None = None
+    """Weights to begin with at step 0, where nothing is resumed: a Hugging Face model's folder, a
+    checkpoint's or a run's."""
+    export_hf: str | None = None
+    """A new folder for the last weights in Hugging Face's layout, written after the last step."""
+    export_hf_dtype: ExportDtype = "fp32"
+    """Of those weights."""
 
 
 class LoggingConfig(Section):

@@ -13,6 +13,7 @@ GPT and Llama differ in the rows of `Architecture`, nowhere else.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ from megagrid.nn.linear import SplitBackward, empty_parameter
 from megagrid.nn.loss import vocab_parallel_cross_entropy
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
-from megagrid.nn.rope import rotation
+from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, rotation
 from megagrid.nn.split_backward import LateWeightGradients, linear
 
 
@@ -112,6 +113,8 @@ class Block(nn.Module):
             axes.tp,
             axes.kv,
             dropout=model.attention_dropout,
+            qkv_bias=model.qkv_bias,
+            qk_norm_eps=model.norm_eps if model.qk_norm else None,
             **linear,
         )
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
@@ -236,7 +239,8 @@ class DecoderStage(nn.Module):
     def _rope(self, x: Tensor) -> Tensor:
         share = self.axes.tp.size if self.axes.sequence_parallel else 1
         positions = torch.arange(x.shape[0] * share, device=x.device)
-        return rotation(positions, self.model.head_dim, self.model.rope_theta, x.dtype)
+        model, scaling = self.model, rope_scaling(self.model)
+        return rotation(positions, model.head_dim, model.rope_theta, x.dtype, scaling)
 
     def _logits(self, x: Tensor) -> Tensor:
         """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""
@@ -254,6 +258,23 @@ class DecoderStage(nn.Module):
             if isinstance(layer, SplitBackward):
                 layer.late = late
         return late
+
+
+ROPE_SCALINGS: dict[str, Callable[[ModelConfig], Scaling | None]] = {
+    "none": lambda model: None,
+    "linear": lambda model: LinearScaling(model.rope_scaling_factor),
+    "llama3": lambda model: Llama3Scaling(
+        model.rope_scaling_factor,
+        model.rope_low_freq_factor,
+        model.rope_high_freq_factor,
+        model.rope_original_max_seq_length,
+    ),
+}
+
+
+def rope_scaling(model: ModelConfig) -> Scaling | None:
+    """What the recipe does to RoPE's frequencies; None: nothing."""
+    return ROPE_SCALINGS[model.rope_scaling](model)
 
 
 class Head(SplitBackward):

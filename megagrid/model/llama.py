@@ -1,5 +1,8 @@
 """Llama 1 to 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm, SwiGLU,
-grouped key/value heads, no biases, no dropout."""
+grouped key/value heads, no biases, no dropout.
+
+Mistral (Jiang et al. 2023) is the same. Qwen2 (Yang et al. 2024) has biases on queries, keys and
+values, `model.qkv_bias`; Qwen3 (Yang et al. 2025) a norm of each head instead, `model.qk_norm`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import DropoutStreams, attention_dropout
 from megagrid.nn.init import Init
 from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
+from megagrid.nn.norm import HeadNorm
 from megagrid.nn.rope import rotate
 
 
@@ -29,6 +30,9 @@ class Attention(nn.Module):
         place: global name, the dropout stream's.
         axis: tp.
         kv_axis: the ranks of tp that hold the same key/value head; of size 1 if each has its own.
+        bias: of all four projections.
+        qkv_bias: of the first three even without it.
+        qk_norm_eps: queries and keys are normalised head by head, with this eps; None: they aren't.
 
     Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`.
     """
@@ -48,6 +52,8 @@ class Attention(nn.Module):
         init: Init,
         out_init: Init,
         sequence_parallel: bool,
+        qkv_bias: bool = False,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.place = place
@@ -64,10 +70,14 @@ class Attention(nn.Module):
                 Part("wv", num_kv_heads * head_dim, copies=kv_axis),
             ],
             axis,
-            bias=bias,
+            bias=bias or qkv_bias,
             init=init,
             sequence_parallel=sequence_parallel,
         )
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = HeadNorm("q_norm", head_dim, axis, eps=qk_norm_eps)
+            self.k_norm = HeadNorm("k_norm", head_dim, axis, eps=qk_norm_eps)
         self.wo = RowParallelLinear(
             "wo",
             num_heads * head_dim,
@@ -89,6 +99,8 @@ class Attention(nn.Module):
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         # (s, b, heads, d) -> (b, heads, s, d), by strides alone.

@@ -30,6 +30,19 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """RMSNorm over the channels of each head, with one weight for all heads (Qwen3).
+
+    Each rank of `axis` has other heads, or another summand of the gradient of a head that it
+    shares: either way its weight's gradients are summands, with sequence parallelism or without.
+
+    Shape: (s, b, heads, head_dim) -> same.
+    """
+
+    def __init__(self, name: str, head_dim: int, axis: Axis, *, eps: float) -> None:
+        super().__init__(name, head_dim, axis, eps=eps, sequence_parallel=True)
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016). Shape: (s, b, h) -> same.
 

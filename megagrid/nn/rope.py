@@ -1,17 +1,76 @@
 """Rotary position embedding (Su et al. 2021), in the layout that Llama checkpoints use.
 
-A head of width d is rotated in the planes (i, i + d/2) by the angle position * theta^(-2i/d).
+A head of width d is rotated in the planes (i, i + d/2) by the angle position * f_i, with the
+frequencies f_i = theta^(-2i/d), or what a scaling makes of them:
+
+    scaling   f_i becomes                                   for inputs longer than in training
+    linear    f_i / factor                                  (Chen et al. 2023, arXiv 2306.15595)
+    llama3    blended, by the turns that plane i makes      (Llama 3.1's released code)
+              in the length it was first trained for:
+
+              turns   0 ........ low ............ high ........
+              f_i     / factor   | between the two |  as it was
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Scaling = Callable[[Tensor], Tensor]
+"""From frequencies to frequencies, in radians a position."""
 
-def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions squeezed by `factor`."""
+
+    factor: float
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Slow planes squeezed by `factor`, fast ones left alone.
+
+    Attributes:
+        low, high: turns within `original_length` positions, between which the two are blended.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_length * frequencies / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return torch.lerp(frequencies / self.factor, frequencies, kept)
+
+
+def frequencies(
+    head_dim: int, theta: float, scaling: Scaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians a position of each plane, float64 (head_dim / 2,)."""
+    planes = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
+    plain = theta ** (-planes / head_dim)
+    return plain if scaling is None else scaling(plain)
+
+
+def rotation(
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: Scaling | None = None,
+) -> Tensor:
     """cos and sin of every position's angles.
 
     Args:
@@ -20,8 +79,8 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
     Returns:
         (2, s, 1, 1, head_dim / 2) in `dtype`, to broadcast against (s, b, heads, head_dim / 2).
     """
-    planes = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions.double().unsqueeze(1) * theta ** (-planes / head_dim)
+    of_planes = frequencies(head_dim, theta, scaling, positions.device)
+    angles = positions.double().unsqueeze(1) * of_planes
     return torch.stack([angles.cos(), angles.sin()]).to(dtype).unsqueeze(2).unsqueeze(2)
 
 

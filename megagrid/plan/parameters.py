@@ -8,7 +8,8 @@ and t ranks along tp, c of which share each key/value head:
     qkv              (q + 2kc) / t, h        gate, up    2f / t, h  (gpt: up alone, f / t, h)
     wo               h, q / t                down        h, f / t
 
-A gpt's layer has a bias to each.
+A gpt's layer has a bias to each; `model.qkv_bias` gives one to qkv, and `model.qk_norm` a layer two
+norms of head_dim, of whose gradient each tp rank has what its own heads add.
 """
 
 from __future__ import annotations
@@ -102,10 +103,13 @@ class ModelShare:
             LocalParameter((up, h)),
             LocalParameter((h, f // t)),
         )
+        qkv_bias = LocalParameter((q + 2 * k,), shared)
         if model.family == "llama":
-            return (*self.norm(), *self.norm(), *matrices)
+            head_norms = (self._head_norm(),) * (2 if model.qk_norm else 0)
+            biases = (qkv_bias,) * model.qkv_bias
+            return (*self.norm(), *self.norm(), *head_norms, *matrices, *biases)
         biases = (
-            LocalParameter((q + 2 * k,), shared),
+            qkv_bias,
             self._whole(h),
             LocalParameter((up,)),
             self._whole(h),
@@ -142,6 +146,11 @@ class ModelShare:
         if is_last and not (tied and is_first):
             unit.append(table)
         return tuple(unit)
+
+    def _head_norm(self) -> LocalParameter:
+        """The same on every tp rank, each of which has some heads only."""
+        rows = self.model.head_dim
+        return LocalParameter((rows,), (("tp", range(rows)),) if self.tp > 1 else ())
 
     def _whole(self, *shape: int) -> LocalParameter:
         """The same on every tp rank; under sequence parallelism each sees a share of tokens."""

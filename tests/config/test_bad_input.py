@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrid.cli import main
 from megagrid.config.load import load
 from megagrid.config.rules import RULES, check
 from megagrid.errors import ConfigError, MegagridError
@@ -76,6 +77,13 @@ MISTAKES = {
     "override without a section": override("lr=1", told=("key lr", "optimizer.lr, not lr")),
     "nothing like any key": override(
         "logging.xyzzy=1", told=("logging.xyzzy", "[logging] has run_dir, interval")
+    ),
+    "NUL in a path": override(
+        r'logging.run_dir="a\u0000b"',
+        told=("command line", r'logging.run_dir="a\u0000b"', "NUL character in it; leave it out"),
+    ),
+    "NUL in a list": override(
+        r'data.paths=["a\u0000"]', told=(r'data.paths=["a\u0000"]', "NUL character in it")
     ),
     "misspelt section": edit(
         "[optimizer]", "[optimiser]", told=("recipe.toml:18", "[optimiser]", "mean [optimizer]?")
@@ -171,6 +179,42 @@ MISTAKES = {
     ),
     "dropout in a llama": override(
         "model.dropout=0.1", told=("model.dropout=0.1", 'model.family="llama"', "set it to 0")
+    ),
+    "bias of queries in a gpt": override(
+        "model.family=gpt",
+        "model.num_kv_heads=8",
+        "model.qkv_bias=true",
+        told=("model.qkv_bias=true", 'model.family="gpt"', "set it to false"),
+    ),
+    "norms of heads in a gpt": override(
+        "model.family=gpt", "model.qk_norm=true", told=("model.qk_norm=true", "set it to false")
+    ),
+    "scaled rotations in a gpt": override(
+        "model.family=gpt",
+        "model.rope_scaling=linear",
+        "model.rope_scaling_factor=2",
+        told=('model.rope_scaling="linear"', 'set it to "none"'),
+    ),
+    "rope scaling without its numbers": override(
+        "model.rope_scaling=llama3",
+        "model.rope_scaling_factor=8",
+        told=('model.rope_scaling="llama3" needs', "model.rope_low_freq_factor", "state it"),
+    ),
+    "numbers of a rope scaling that isn't on": override(
+        "model.rope_scaling_factor=8",
+        told=("model.rope_scaling_factor=8.0", 'model.rope_scaling="none"', "clear it"),
+    ),
+    "rope scaling of another kind": override(
+        "model.rope_scaling=yarn",
+        told=('model.rope_scaling="yarn"', "'none', 'linear' or 'llama3'"),
+    ),
+    "rope scaling upside down": override(
+        "model.rope_scaling=llama3",
+        "model.rope_scaling_factor=8",
+        "model.rope_low_freq_factor=4",
+        "model.rope_high_freq_factor=1",
+        "model.rope_original_max_seq_length=8192",
+        told=("model.rope_low_freq_factor=4.0", "model.rope_high_freq_factor=1.0", "1 and 4"),
     ),
     # --- Grid
     "tp that doesn't divide heads": override(
@@ -291,6 +335,21 @@ MISTAKES = {
         "data.valid_fraction=0",
         told=("evaluation.interval=5", "data.valid_fraction=0", "larger than 0"),
     ),
+    "kept among those that are kept anyway": override(
+        "checkpoint.keep_every=10",
+        told=("checkpoint.keep_every=10", "keep_last=0", "keep_last=1 or more"),
+    ),
+    "kept steps that aren't saved": override(
+        "checkpoint.keep_every=10",
+        "checkpoint.keep_last=2",
+        "checkpoint.save_interval=4",
+        told=("checkpoint.keep_every=10", "checkpoint.save_interval=4", "choose 8 or 12"),
+    ),
+    "an export of nothing": override(
+        "checkpoint.export_hf=models/x",
+        "checkpoint.save_at_end=false",
+        told=('checkpoint.export_hf="models/x"', "checkpoint.save_at_end=true"),
+    ),
     "nowhere to write": override('logging.run_dir=""', told=('logging.run_dir=""', "runs/first")),
 }
 
@@ -352,17 +411,6 @@ def test_all_wrong_values_of_a_recipe_are_told_at_once(tmp_path):
         load(recipe.write(tmp_path), ["train.steps=0", "optimizer.lr=-1"])
 
 
-def megagrid(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "megagrid", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -381,11 +429,29 @@ def megagrid(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_command_line_answers_a_mistake_in_one_line_and_exits_2(tmp_path, arguments, told):
+def test_the_command_line_answers_a_mistake_in_one_line_and_exits_2(
+    tmp_path, monkeypatch, capsys, arguments, told
+):
+    monkeypatch.chdir(tmp_path)
+    # What would become the agent of the ranks is the process of the tests.
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("ranks were started"))
     recipe.write(tmp_path)
-    done = megagrid(*arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert told in line
+
+
+def test_a_mistake_ends_the_process_with_2_and_nothing_but_that_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "megagrid", "train", str(recipe.write(tmp_path)), "train.step=9"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: command line: unknown key train.step; did you mean")
+    assert done.stderr.count("\n") == 1

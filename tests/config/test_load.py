@@ -69,7 +69,8 @@ def test_a_preset_is_a_whole_model(tmp_path, preset):
     text = f'[model]\npreset = "{preset}"\n' + recipe.TEXT[recipe.TEXT.index("[parallel]") :]
     config = load(recipe.write(tmp_path, text))
     check(config, world_size=1)
-    assert config.model.head_dim * config.model.num_heads == config.model.hidden_size
+    model = config.model
+    assert model.head_dim == PRESETS[preset].get("head_dim", model.hidden_size // model.num_heads)
 
 
 def test_key_value_heads_and_head_dim_follow_from_heads(tmp_path):

@@ -17,8 +17,18 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
 }
-"""GPT-3's isn't published to the digit: it is the others' closed form at the published shape."""
+"""Those of the released weights. GPT-3's isn't published to the digit: it is the others' closed
+form at the published shape."""
 
 
 def model_of(preset: str, **stated) -> ModelConfig:

@@ -39,8 +39,25 @@ LEGAL = {
     "decay longer than the run": (["lr_schedule.decay_steps=100"], 1),
     "wsd that only decays": (["lr_schedule.kind=wsd", "lr_schedule.decay_steps=8"], 1),
     "dropout in a gpt": (["model.family=gpt", "model.dropout=0.1"], 1),
+    "all of the llama family's keys": (
+        [
+            "model.qkv_bias=true",
+            "model.qk_norm=true",
+            "model.rope_scaling=linear",
+            "model.rope_scaling_factor=2",
+        ],
+        1,
+    ),
     "one path drawn from, one not": (['data.paths=["a","b"]', "data.weights=[1,0]"], 1),
     "fp64 on the cpu": (["train.precision=fp64", "train.device=cpu"], 1),
+    "multiples kept beside the newest": (
+        ["checkpoint.keep_every=8", "checkpoint.keep_last=1", "checkpoint.save_interval=4"],
+        1,
+    ),
+    "multiples kept of what signals save": (
+        ["checkpoint.keep_every=8", "checkpoint.keep_last=1"],
+        1,
+    ),
     "no clipping": (["optimizer.clip_grad=0"], 1),
 }
 

@@ -61,6 +61,7 @@ def by_rank(config: Config, placement: Placement) -> list[PersistentBytes]:
         pytest.param(TP2DP2, {"model": {"make_vocab_size_divisible_by": 8}}, id="tp2dp2-padded"),
         pytest.param(PP2DP2, merged(BF16, GPT, TIED), id="pp2dp2-bf16-gpt-tied"),
         pytest.param(DP2, {"train": {"precision": "fp64"}}, id="dp2-fp64"),
+        pytest.param(TP2DP2, {"model": {"qkv_bias": True, "qk_norm": True}}, id="tp2dp2-qwen"),
     ],
 )
 def test_every_rank_keeps_what_the_closed_form_says(trainer, placement, keys):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megagrid.config.schema import ModelConfig
 from megagrid.nn.loss import IGNORE
@@ -37,7 +47,13 @@ def loss_of(built: PreTrainedModel, tokens: Tensor, labels: Tensor) -> tuple[Ten
 
 
 def _llama(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tensors]:
-    config = LlamaConfig(
+    if model.qk_norm:
+        config_class, model_class = Qwen3Config, Qwen3ForCausalLM
+    elif model.qkv_bias:
+        config_class, model_class = Qwen2Config, Qwen2ForCausalLM
+    else:
+        config_class, model_class = LlamaConfig, LlamaForCausalLM
+    config = config_class(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
@@ -47,7 +63,7 @@ def _llama(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tenso
         head_dim=model.head_dim,
         max_position_embeddings=model.max_seq_length,
         rms_norm_eps=model.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        rope_parameters=_rope(model),
         tie_word_embeddings=model.tied_embeddings,
         attn_implementation="eager",
     )
@@ -60,12 +76,28 @@ def _llama(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tenso
             f"{ours}.attention.wk": f"{theirs}.self_attn.k_proj",
             f"{ours}.attention.wv": f"{theirs}.self_attn.v_proj",
             f"{ours}.attention.wo": f"{theirs}.self_attn.o_proj",
+            f"{ours}.attention.q_norm": f"{theirs}.self_attn.q_norm",
+            f"{ours}.attention.k_norm": f"{theirs}.self_attn.k_norm",
             f"{ours}.mlp_norm": f"{theirs}.post_attention_layernorm",
             f"{ours}.mlp.gate": f"{theirs}.mlp.gate_proj",
             f"{ours}.mlp.up": f"{theirs}.mlp.up_proj",
             f"{ours}.mlp.down": f"{theirs}.mlp.down_proj",
         }
-    return LlamaForCausalLM(config), {f"{names[_stem(n)]}.weight": w for n, w in weights.items()}
+    renamed = {f"{names[_stem(n)]}.{n.rpartition('.')[2]}": w for n, w in weights.items()}
+    return model_class(config), renamed
+
+
+def _rope(model: ModelConfig) -> dict[str, object]:
+    """The rotations, as transformers 5 has them in a config."""
+    numbers = {
+        "factor": model.rope_scaling_factor,
+        "low_freq_factor": model.rope_low_freq_factor,
+        "high_freq_factor": model.rope_high_freq_factor,
+        "original_max_position_embeddings": model.rope_original_max_seq_length,
+    }
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    stated = {key: value for key, value in numbers.items() if value is not None}
+    return {"rope_type": kind, "rope_theta": model.rope_theta, **stated}
 
 
 def _gpt2(model: ModelConfig, weights: Tensors) -> tuple[PreTrainedModel, Tensors]:

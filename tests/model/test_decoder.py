@@ -75,6 +75,16 @@ def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
+LLAMA31 = {
+    "rope_scaling": "llama3",
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 2.0,
+    "rope_original_max_seq_length": 8,
+}
+"""Turns of the four planes of a head of 8 in 8 positions: 1.27, 0.13, 0.01, 0.001. The first is
+blended, the others are slow."""
+
 MODELS = {
     "llama": model(),
     "llama tied": model(tied_embeddings=True),
@@ -83,6 +93,12 @@ MODELS = {
     "llama theta": model(rope_theta=500000.0),
     "llama wide heads": model(head_dim=6),
     "llama eps": model(norm_eps=0.1),
+    "llama linear": model(rope_scaling="linear", rope_scaling_factor=4.0),
+    "llama 3.1": model(head_dim=8, **LLAMA31),
+    "qwen2": model(qkv_bias=True),
+    "qwen2 mqa tied": model(qkv_bias=True, num_kv_heads=1, tied_embeddings=True),
+    "qwen3": model(qk_norm=True),
+    "qwen3 wide heads": model(qk_norm=True, head_dim=6, norm_eps=0.1),
     "gpt": model("gpt"),
     "gpt tied": model("gpt", tied_embeddings=True),
     "gpt eps": model("gpt", norm_eps=0.1),
@@ -178,7 +194,8 @@ def test_stages_have_the_names_of_the_whole_each_once(family, tied):
 def preset(name: str) -> ModelConfig:
     shape = dict(PRESETS[name])
     shape.setdefault("num_kv_heads", shape["num_heads"])
-    return ModelConfig(head_dim=shape["hidden_size"] // shape["num_heads"], **shape)
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
+    return ModelConfig(**shape)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -30,6 +30,8 @@ class Setting:
     bias: bool = False
     rotated: bool = True
     dropout: float = 0.0
+    qkv_bias: bool = False
+    qk_norm_eps: float | None = None
 
     @property
     def streams(self) -> DropoutStreams | None:
@@ -46,8 +48,10 @@ def weights(setting: Setting) -> dense.Tensors:
     for index, (name, n) in enumerate(rows.items()):
         columns = HEADS * D if name == "wo" else H
         tensors[f"{name}.weight"] = dense.random(index, n, columns) / math.sqrt(columns)
-        if setting.bias:
+        if setting.bias or (setting.qkv_bias and name != "wo"):
             tensors[f"{name}.bias"] = dense.random(10 + index, n)
+    if setting.qk_norm_eps is not None:
+        tensors["q_norm.weight"], tensors["k_norm.weight"] = dense.random(20, 2, D)
     return tensors
 
 
@@ -58,6 +62,11 @@ def definition(setting: Setting, x: Tensor, w: dense.Tensors) -> Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     q, k, v = (linear(name, x).view(S, B, -1, D) for name in ("wq", "wk", "wv"))
+    if (eps := setting.qk_norm_eps) is not None:
+        q, k = (
+            t / torch.sqrt((t * t).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+            for t, name in ((q, "q_norm"), (k, "k_norm"))
+        )
     if setting.rotated:
         q, k = rotate(q, setting.rope), rotate(k, setting.rope)
     kept = torch.ones(B, HEADS, S, S, dtype=torch.float64)
@@ -91,6 +100,8 @@ def attention_on_rank(setting: Setting, sequence_parallel: bool):
         kv_axis,
         bias=setting.bias,
         dropout=setting.dropout,
+        qkv_bias=setting.qkv_bias,
+        qk_norm_eps=setting.qk_norm_eps,
         init=INIT,
         out_init=INIT,
         sequence_parallel=sequence_parallel,
@@ -112,6 +123,9 @@ SETTINGS = {
     "gqa unrotated with biases": Setting(kv_heads=4, rotated=False, bias=True),
     "mqa with biases": Setting(kv_heads=1, bias=True),
     "gqa with dropout": Setting(kv_heads=2, dropout=0.3),
+    "gqa with biases on the way in": Setting(kv_heads=2, qkv_bias=True),
+    "gqa with norms": Setting(kv_heads=2, qk_norm_eps=1e-3),
+    "mqa with norms and biases": Setting(kv_heads=1, qkv_bias=True, qk_norm_eps=0.1),
 }
 
 

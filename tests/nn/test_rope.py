@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megagrid.nn.rope import rotate, rotation
+from megagrid.nn.rope import LinearScaling, Llama3Scaling, frequencies, rotate, rotation
 from tests.nn import dense
 
 S, B, HEADS, D = 6, 2, 3, 8
@@ -27,6 +29,35 @@ def test_planes_are_rotated_by_position_times_frequency():
             )
             dense.assert_equal(y[position, ..., plane], turned[0])
             dense.assert_equal(y[position, ..., plane + D // 2], turned[1])
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, LinearScaling(4.0), Llama3Scaling(8.0, 1.0, 4.0, 8192)], ids=str
+)
+def test_frequencies_equal_transformers(scaling):
+    """Theirs are float32."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    if isinstance(scaling, LinearScaling):
+        rope |= {"rope_type": "linear", "factor": 4.0}
+    elif scaling is not None:
+        rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=1, rope_parameters=rope)
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(
+        frequencies(128, 500000.0, scaling), theirs.double(), rtol=2e-6, atol=0.0
+    )
+
+
+def test_llama3_leaves_fast_planes_alone_and_divides_slow_ones():
+    """With Llama 3.1's numbers: above 4 turns in 8192 positions, below 1, and between."""
+    plain = frequencies(128, 500000.0)
+    ratio = frequencies(128, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)) / plain
+    turns = 8192 * plain / (2 * math.pi)
+    dense.assert_equal(ratio[turns > 4], torch.ones_like(ratio[turns > 4]))
+    dense.assert_equal(ratio[turns < 1], torch.full_like(ratio[turns < 1], 1 / 8))
+    between = ratio[(turns > 1) & (turns < 4)]
+    assert len(between) > 3 and (between.diff() < 0).all()
 
 
 def test_backward_is_the_derivative():

@@ -106,6 +106,7 @@ class Case:
 SP = {"parallel__sequence_parallel": True}
 TIED = {"model__tied_embeddings": True}
 BF16 = {"train__precision": "bf16"}
+QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 
 def strategy(name: str) -> dict:
@@ -138,6 +139,9 @@ CASES = [
     Case(tp=2, dp=2, family="gpt", keys=SP | BF16),
     Case(tp=2, pp=2, dp=2, family="gpt", keys=SP | TIED | strategy("NO_SHARD")),
     Case(tp=4, pp=2, keys=SP | TIED | {"model__num_kv_heads": 1}),
+    Case(tp=2, keys=QWEN),
+    Case(tp=4, pp=2, keys=QWEN | SP),
+    Case(tp=2, dp=2, keys=QWEN | BF16),
     Case(pp=2, keys=TIED | schedule("Interleaved1F1B", 2)),
     Case(pp=4, keys=schedule("ZB1P")),
     Case(pp=2, keys=TIED | schedule("ZBV", 2)),
@@ -261,9 +265,8 @@ def test_evenly_sharded_70b_moves_the_gigabytes_that_are_quoted():
 def preset(name: str) -> ModelConfig:
     shape = dict(PRESETS[name])
     shape.setdefault("num_kv_heads", shape["num_heads"])
-    return ModelConfig(
-        head_dim=shape["hidden_size"] // shape["num_heads"], make_vocab_size_divisible_by=1, **shape
-    )
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
+    return ModelConfig(make_vocab_size_divisible_by=1, **shape)
 
 
 @pytest.mark.parametrize("name", PRESETS)
