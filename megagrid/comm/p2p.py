@@ -37,6 +37,7 @@ class Pending:
 
     message: Message
     work: dist.Work
+    axis: Axis
 
     def wait(self) -> Tensor:
         """The message's tensor, once it has been sent or received."""
@@ -58,4 +59,4 @@ def post(messages: Sequence[Message], axis: Axis) -> list[Pending]:
     works = dist.batch_isend_irecv(operations)
     # NCCL makes one operation of the batch, gloo one of each message.
     works = works * len(messages) if len(works) == 1 else works
-    return [Pending(message, work) for message, work in zip(messages, works, strict=True)]
+    return [Pending(message, work, axis) for message, work in zip(messages, works, strict=True)]

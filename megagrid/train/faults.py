@@ -24,8 +24,8 @@ from megagrid.train.step import peak_memory_bytes
 GB = 10**9
 
 _PEER_IS_GONE = re.compile(
-    r"connection (was likely )?closed|connection reset|broken pipe|socket closed"  # gloo, the store
-    r"|ncclRemoteError|communicator was aborted",
+    r"connection (was likely )?closed|closed the connection|connection reset|broken pipe"
+    r"|socket closed|ncclRemoteError|communicator was aborted",
     re.IGNORECASE,
 )
 _NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -46,16 +46,19 @@ def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> No
     if grid.device.type == "cpu":
         first = environment.rank - environment.local_rank
         ranks: Sequence[int] = range(first, first + environment.local_world_size)
-        room, whose = bootstrap.memory_bytes(), "this machine has for its ranks"
+        room, where = bootstrap.memory_bytes(), "this machine"
     else:
         ranks = [grid.rank]
-        room, whose = torch.accelerator.get_memory_info(grid.device)[1], f"{grid.device} has"
+        room = torch.accelerator.get_memory_info(grid.device)[1]
+        where = f"rank {grid.rank}'s {grid.device}"
     needed = sum(_state_bytes(config, grid, rank) for rank in ranks)
     if needed > room:
+        keys = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
+        shape = ", ".join(f"model.{key}={getattr(config.model, key)}" for key in keys)
         raise ConfigError(
-            f"weights, gradients and optimizer states of {_shape(config)} take "
-            f"{needed / GB:,.1f} GB, and {whose} {room / GB:,.1f} GB; make the model smaller, or "
-            f"give it more devices: {_splits(config)}"
+            f"weights, gradients and optimizer states of {shape} take {needed / GB:,.1f} GB on "
+            f"{where}, which has {room / GB:,.1f} GB; make the model smaller, or "
+            f"{_more_room(grid.device)}"
         )
 
 
@@ -64,18 +67,14 @@ def _state_bytes(config: Config, grid: Grid, rank: int) -> int:
     return kept.total + kept.exp_avg  # a gradient has the elements of a moment
 
 
-def _shape(config: Config) -> str:
-    keys = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
-    return ", ".join(f"model.{key}={getattr(config.model, key)}" for key in keys)
-
-
-def _splits(config: Config) -> str:
-    """The keys that leave a rank less of the model."""
-    parallel = config.parallel
-    splits = [f"parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data")]
-    if parallel.sharding_strategy == "NO_SHARD":
-        splits[-1] = 'parallel.sharding_strategy="FULL_SHARD"'
-    return f"{splits[0]}, {splits[1]} or {splits[2]}"
+def _more_room(device: torch.device) -> str:
+    """What leaves a device less of the model. The ranks of a machine share its own memory."""
+    if device.type == "cpu":
+        return "spread the ranks over more machines"
+    return (
+        "raise parallel.tensor_parallel_size, parallel.pipeline_parallel_size, or "
+        'parallel.data_parallel_size under parallel.sharding_strategy="FULL_SHARD"'
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -88,7 +87,7 @@ def _out_of_memory(config: Config, who: str, device: torch.device, error: BaseEx
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     batch = config.train.micro_batch_size
     remedies = [f"lower train.micro_batch_size={batch}"] if batch > 1 else []
-    remedies += [f"lower train.seq_length={config.train.seq_length}", f"raise {_splits(config)}"]
+    remedies += [f"lower train.seq_length={config.train.seq_length}", _more_room(device)]
     return (
         f"{who} is out of memory on {device}"
         f"{f' for {asked[1]} more' if asked else ''}, having held "
@@ -102,7 +101,7 @@ def _out_of_memory(config: Config, who: str, device: torch.device, error: BaseEx
 
 def _lost_peer(who: str, error: BaseException) -> str:
     *_, reason = re.split(r"^\[.*?:\d+\] ", str(error).splitlines()[0], maxsplit=1)
-    axis = _axis(error)
+    reason, axis = reason.partition(". ")[0], _axis(error)  # what follows is guesses of gloo's
     return f"{who} lost a peer{f' along {axis}' if axis else ''}: {reason}"
 
 

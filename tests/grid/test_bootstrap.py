@@ -1,0 +1,59 @@
+"""What the machine says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megagrid.grid import bootstrap
+
+GIB = 2**30
+
+GROUPS = {
+    "no control groups": ({}, None),
+    "none set": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, None),
+    "a container": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n"}, GIB),
+    "a job around a step": (
+        {
+            "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+            "sys/fs/cgroup/slurm/job_7/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max\n",
+        },
+        GIB,
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/a\n5:memory:/a\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+        },
+        GIB,
+    ),
+    "a container that is shown the host's path": (
+        {
+            "proc/self/cgroup": "5:memory:/docker/1f2e\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+        },
+        GIB,
+    ),
+    "more than there is": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "limit"), GROUPS.values(), ids=GROUPS)
+def test_memory_is_the_machines_or_what_a_control_group_leaves(tmp_path, files, limit):
+    machine = bootstrap.memory_bytes(tmp_path / "nowhere")
+    assert machine > GIB
+    for name, text in files.items():
+        path = Path(tmp_path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert bootstrap.memory_bytes(tmp_path) == (machine if limit is None else limit)
+
+
+def test_memory_of_this_machine_is_known():
+    assert 0 < bootstrap.memory_bytes() <= bootstrap.memory_bytes(Path("/nowhere"))
