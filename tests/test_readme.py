@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megagrid.cli import VERBS
+from megagrid.cli import VERBS, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 SESSIONS = re.findall(r"^```console\n\$ (megagrid .+)\n((?:.*\n)*?)^```$", README, re.MULTILINE)
 """(command, output) of each block that shows both."""
+
+TRAININGS = re.findall(r"^megagrid (train \$RECIPE.*)$", README, re.MULTILINE)
+"""What runs too long to be run again, but whose arguments can be read."""
 
 QUICK = ("grid", "schedule", "train")
 """Verbs whose sessions are run again; those of train are mistakes, which end at once."""
@@ -35,6 +38,15 @@ def test_a_command_prints_what_is_shown_of_it(command, output):
         timeout=60,
     )
     assert ran.stdout == output
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+def test_a_training_that_is_shown_has_a_recipe_that_may_run(command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    recipe = re.search(r"^RECIPE=(\S+)$", README, re.MULTILINE)[1]
+    arguments = shlex.split(command.replace("$RECIPE", recipe), comments=True)
+    assert main([*arguments, "--show-config"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_every_verb_is_in_the_table_and_no_other():
