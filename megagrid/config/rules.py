@@ -34,6 +34,9 @@ ROPE_SCALING_KEYS = {
 LARGEST_CHOICE = 4096
 """Divisors above it are of no use to anyone, and would take long to find for a mistyped number."""
 
+MOST_FORWARDS = 100_000
+"""Of all stages in a step: it takes seconds to write down and to verify what is done in them."""
+
 
 def check(config: Config, world_size: int | None = None) -> None:
     """Hold `config` against every rule.
@@ -271,6 +274,23 @@ def batch_is_whole_microbatches(config: Config) -> None:
         )
 
 
+def schedule_can_be_written_down(config: Config) -> None:
+    """A schedule is a list of all that a step does. A longer one is a typing error, and would fill
+    memory and time before the first step."""
+    train, parallel = config.train, config.parallel
+    microbatches = train.global_batch_size // (
+        train.micro_batch_size * (parallel.data_parallel_size or 1)
+    )
+    forwards = microbatches * parallel.num_stages
+    if forwards > MOST_FORWARDS:
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} with train.micro_batch_size="
+            f"{train.micro_batch_size} makes {microbatches} microbatches, for {parallel.num_stages}"
+            f" pipeline stages {forwards} forwards a step and more than {MOST_FORWARDS}; raise "
+            "train.micro_batch_size or parallel.data_parallel_size"
+        )
+
+
 def run_has_one_length(config: Config) -> None:
     """Stated in steps or in tokens: with both, one of them would be ignored."""
     steps, tokens = config.train.steps, config.train.tokens
@@ -288,8 +308,8 @@ def final_decay_fits_the_run(config: Config) -> None:
     schedule, steps = config.lr_schedule, config.train.total_steps
     if schedule.kind == "wsd" and (schedule.decay_steps or 0) > steps:
         raise ConfigError(
-            f"lr_schedule.decay_steps={schedule.decay_steps} is longer than the run of {steps} "
-            f'steps under lr_schedule.kind="wsd"; choose at most {steps}'
+            f"lr_schedule.decay_steps={schedule.decay_steps} is longer than the run, whose last "
+            f'step is {steps}, under lr_schedule.kind="wsd"; choose at most {steps}'
         )
 
 
@@ -407,6 +427,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     every_stage_has_layers,
     layers_per_stage_adds_up,
     batch_is_whole_microbatches,
+    schedule_can_be_written_down,
     run_has_one_length,
     final_decay_fits_the_run,
     device_computes_the_precision,

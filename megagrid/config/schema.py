@@ -39,7 +39,8 @@ class ModelConfig(Section):
     """Name of a row of `megagrid.config.presets.PRESETS`."""
     family: Literal["gpt", "llama"] = "llama"
     """gpt: learned positions, LayerNorm, GELU, biases. llama: RoPE, RMSNorm, SwiGLU, no biases."""
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(gt=0, le=10_000)]
+    """More is a typing error, and would be laid out layer by layer."""
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     num_heads: PositiveInt

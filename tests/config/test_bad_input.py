@@ -157,6 +157,9 @@ MISTAKES = {
     "infinite rate": override("optimizer.lr=inf", told=("optimizer.lr=inf", "finite")),
     "beta of one": override("optimizer.beta2=1", told=("optimizer.beta2=1", "less than 1")),
     "no layers": override("model.num_layers=0", told=("num_layers=0", "greater than 0")),
+    "layers without end": override(
+        "model.num_layers=1000000000", told=("num_layers=1000000000", "less than or equal to 10000")
+    ),
     "more than 64 bits": override(f"train.seed={2**63}", told=("train.seed=", "less than")),
     "required key cleared": override("train.seq_length=none", told=("seq_length=none", "number")),
     "unknown choice": override(
@@ -298,6 +301,10 @@ MISTAKES = {
     "batch that a stated dp can't share": override(
         "parallel.data_parallel_size=3", told=("data_parallel_size=3", "choose 6 or 9")
     ),
+    "more microbatches than can be listed": override(
+        "train.global_batch_size=100001",
+        told=("train.global_batch_size=100001", "100001 microbatches", "train.micro_batch_size=1"),
+    ),
     "no length": override("train.steps=none", told=("train.steps", "train.tokens", "state one")),
     "two lengths": override(
         "train.tokens=1000", told=("train.steps=8", "train.tokens=1000", "keep one")
@@ -305,7 +312,7 @@ MISTAKES = {
     "decay longer than the run": override(
         "lr_schedule.kind=wsd",
         "lr_schedule.decay_steps=9",
-        told=("lr_schedule.decay_steps=9", "8 steps", "choose at most 8"),
+        told=("lr_schedule.decay_steps=9", "last step is 8", "choose at most 8"),
     ),
     "device with an index": override(
         "train.device=cuda:0", told=('train.device="cuda:0"', 'such as "cpu" or "cuda"')
