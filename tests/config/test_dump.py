@@ -39,7 +39,7 @@ def test_a_dump_loads_to_the_same_config(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", 'a "quoted" word', "C:\\runs", "tab\tnew\nline", "nul\x00 del\x7f", "größe 模型"]
+    "text", ["", 'a "quoted" word', "C:\\runs", "tab\tnew\nline", "bell\x07 del\x7f", "größe 模型"]
 )
 def test_any_text_survives_the_dump(tmp_path, text):
     config = load(recipe.write(tmp_path), [f"logging.wandb_name={toml_value(text)}"])
