@@ -28,9 +28,10 @@ class ProgressBar:
 
     Args:
         total_bytes: of the input, which each thing is done to.
+        vanishes: leave nothing on the screen at the end.
     """
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, *, vanishes: bool = False) -> None:
         # Imported when needed: what draws no bar shouldn't wait for it.
         from rich.progress import (
             BarColumn,
@@ -51,6 +52,7 @@ class ProgressBar:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=console,
+            transient=vanishes,
             disable=not console.is_terminal,
         )
 

@@ -1,10 +1,10 @@
 """Look into checkpoints, compare them, and cut them for another grid. No ranks needed.
 
-megagrid ckpt list runs/tiny
-megagrid ckpt verify runs/tiny
-megagrid ckpt inspect runs/tiny/checkpoints/step-00000100
-megagrid ckpt diff runs/tiny runs/tiny-tp2
-megagrid ckpt reshard runs/tiny resharded parallel.tensor_parallel_size=2
+    megagrid ckpt list runs/tiny
+    megagrid ckpt verify runs/tiny
+    megagrid ckpt inspect runs/tiny/checkpoints/step-00000100
+    megagrid ckpt diff runs/tiny runs/tiny-tp2
+    megagrid ckpt reshard runs/tiny resharded parallel.tensor_parallel_size=2
 
 Where a checkpoint is asked for, the folder of a run means its newest one.
 """
@@ -71,6 +71,7 @@ class Verb:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subverbs."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of examples
     verbs = parser.add_subparsers(dest="ckpt_verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         subparser = verbs.add_parser(
@@ -152,7 +153,7 @@ def verify_checkpoint(checkpoint: Path) -> str:
     """
     manifest = read_manifest(checkpoint)
     problems = []
-    with ProgressBar(_bytes(manifest)) as progress:
+    with ProgressBar(_bytes(manifest), vanishes=True) as progress:
         for file in manifest.files.items():
             problems += find_damage(checkpoint, [file], deep=True)
             progress("verifying", file[1].size)
@@ -227,7 +228,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     a, b = (TensorReader(*_choose_whole(path)) for path in (arguments.a, arguments.b))
     print(f"A  {a.folder}\nB  {b.folder}", flush=True)
     weights_only = arguments.weights_only
-    with ProgressBar(_bytes(a.manifest) + _bytes(b.manifest)) as progress:
+    with ProgressBar(_bytes(a.manifest) + _bytes(b.manifest), vanishes=True) as progress:
         found = compare(
             a, b, tolerance=arguments.tolerance, weights_only=weights_only, progress=progress
         )
@@ -269,7 +270,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
     source = TensorReader(folder, manifest)
     has_states = any(name.startswith(OPTIMIZER_PREFIX) for name in manifest.tensors)
-    with ProgressBar(_bytes(manifest)) as progress:
+    with ProgressBar(_bytes(manifest), vanishes=True) as progress:
         written = reshard(
             source,
             arguments.out,
@@ -278,10 +279,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in reversed(AXES))
-    print(
-        f"{arguments.out}: {len(written.files)} files, {_size(written)}, as of "
-        f"{grid.world_size} ranks = {sizes}"
-    )
+    print(f"{arguments.out}: {len(written.files)} files, {_size(written)}, for {sizes}")
     return 0
 
 

@@ -327,8 +327,8 @@ def _compare_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[KeyDiffere
 def report(found: Comparison, *, limit: int, weights_only: bool = False) -> Iterator[str]:
     """The comparison in lines; of each kind of tensor the first `limit` that differ."""
     if not weights_only:
-        yield from _report_keys("recipe (of no account below)", found.config)
-        yield from _report_keys("trainer's state", found.trainer)
+        yield from _report_keys("recipe", found.config, ", which doesn't count")
+        yield from _report_keys("trainer's state", found.trainer, "")
     yield from _report_tensors("weights", found.weights, found.num_weights, limit)
     if not weights_only:
         yield from _report_tensors("optimizer states", found.states, found.num_states, limit)
@@ -340,10 +340,11 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "a number"
 
 
-def _report_keys(kind: str, differences: list[KeyDifference]) -> Iterator[str]:
+def _report_keys(kind: str, differences: list[KeyDifference], remark: str) -> Iterator[str]:
     if not differences:
         return
-    yield f"{kind}: {len(differences)} differ{'s' if len(differences) == 1 else ''}"
+    number = len(differences)
+    yield f"{kind}: {'1 key differs' if number == 1 else f'{number} keys differ'}{remark}"
     names = max(len(difference.key) for difference in differences)
     values = max(len(difference.a or "-") for difference in differences)
     for each in differences:

@@ -89,9 +89,9 @@ def test_inspect_shows_state_and_tensors(run_folder: Path, capsys: pytest.Captur
 DIFFERENT = """\
 A  {a}
 B  {b}
-recipe (of no account below): 1 differs
+recipe: 1 key differs, which doesn't count
   optimizer.lr  0.1  0.2
-trainer's state: 1 differs
+trainer's state: 1 key differs
   consumed_samples  8  -
 weights: 2 of 3 differ
   layers.2.wq.weight

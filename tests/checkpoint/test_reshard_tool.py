@@ -50,7 +50,6 @@ from tests.ranks import Ranks
 
 WIDE = {"train": {"precision": "fp64"}}
 THREE = {"train": {"global_batch_size": 6}}
-PADDED = {"model": {"make_vocab_size_divisible_by": 32}}
 ONE_STEP = {"train": {"steps": 1}}
 
 CASES: dict[str, tuple[Placement, Sections]] = {
@@ -63,7 +62,6 @@ CASES: dict[str, tuple[Placement, Sections]] = {
     "uneven stages": (PP2, layers_per_stage(1, 3)),
     "mixed precision": (DP2, BF16),
     "wider": (ALONE, WIDE),
-    "padding": (TP4, PADDED),
 }
 
 TIED_CASES: dict[str, tuple[Placement, Sections]] = {
@@ -142,7 +140,7 @@ def test_overrides_make_the_grid_of_the_checkpoints_own_recipe(
     out, back = tmp_path / "a" / "out", tmp_path / "back"
     grid = ["parallel.tensor_parallel_size=4", "parallel.pipeline_parallel_size=1"]
     assert main(["ckpt", "reshard", str(source), str(out), *grid]) == 0
-    assert capsys.readouterr().out.endswith("as of 4 ranks = tp 4 x cp 1 x dp 1 x pp 1\n")
+    assert capsys.readouterr().out.endswith("for tp 4 x cp 1 x dp 1 x pp 1\n")
     assert len([name for name in names_in(out) if name.startswith("model-shard")]) == 4
     assert main(["ckpt", "diff", str(source), str(out)]) == 0
     grid = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
@@ -278,7 +276,12 @@ def test_weights_alone_stay_weights_alone(tmp_path: Path) -> None:
 # torch's thread pool doesn't survive a fork; nothing here starts a thread.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_killed_at_any_act_it_leaves_nothing_or_all(tmp_path: Path) -> None:
-    source, ranks = saved(tmp_path), ranks_of(TWO)
+    rows, columns = (
+        [[Entry("w", (4, 4), Box(at, size), torch.ones(size), True)] for at in places]
+        for size, places in (((2, 4), ((0, 0), (2, 0))), ((4, 2), ((0, 0), (0, 2))))
+    )
+    checkpoint = save(tmp_path, [entry for rank in rows for entry in rank], {"step": 1})
+    source, ranks = TensorReader(checkpoint, read_manifest(checkpoint)), columns
     before = times(source.folder)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     expected = reshard(source, tmp_path / "expected", ranks, config="")
