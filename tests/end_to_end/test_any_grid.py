@@ -81,9 +81,9 @@ PADDED = {"model": {"make_vocab_size_divisible_by": 5}}
 """61 words are 65 rows on one tp rank, 70 on two, 80 on four."""
 
 JOURNEYS = {
-    # Fused QKV and gate/up, eight heads of two key/value heads.
-    "llama": (
-        PADDED,
+    # Fused QKV, with biases, and gate/up; eight heads of two key/value heads; norms of heads.
+    "llama-biases-norms": (
+        merged(PADDED, {"model": {"qkv_bias": True, "qk_norm": True}}),
         [
             leg(TP2DP2, SP),
             leg(PP2DP2, ZBV, NO_SHARD),
