@@ -10,6 +10,7 @@ from megagrid.checkpoint.find import find_checkpoint
 from megagrid.config.load import load as load_config
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, ConfigError
+from megagrid.hf.carried import own_tokenizer, their_tokenizer, tokenizer_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = tokenizer.encode(arguments.prompt)
     if not prompt and tokenizer.eod_id is None:
         raise ConfigError('--prompt "" is empty, and this tokenizer has no id that begins a text')
-    ids = _generate(config, found.path, prompt or [tokenizer.eod_id], arguments)
+    # A model may have rows beyond its tokenizer's ids.
+    vocab_size = min(config.model.vocab_size, tokenizer.vocab_size)
+    ids = _generate(config, found.path, prompt or [tokenizer.eod_id], vocab_size, arguments)
     sys.stdout.write(tokenizer.decode(ids) + "\n")
     return 0
 
@@ -62,18 +65,28 @@ def _check(arguments: argparse.Namespace) -> None:
 def _tokenizer(checkpoint: Path):
     from megagrid.data.tokenizer import load_tokenizer
 
-    files = sorted(checkpoint.glob("*.tokenizer.model"))
-    if not files:
+    path = own_tokenizer(checkpoint) or their_tokenizer(checkpoint)
+    if path is not None:
+        return load_tokenizer(path)
+    if other := tokenizer_names(checkpoint):
         raise CheckpointError(
-            f"{checkpoint} has no tokenizer: it was trained on synthetic tokens, which are no text"
+            f"{checkpoint} has its tokenizer as {other[0]}, and only sentencepiece's "
+            "tokenizer.model is read here; sample with transformers, from the folder that "
+            "`megagrid convert to-hf` makes"
         )
-    return load_tokenizer(files[0])
+    raise CheckpointError(
+        f"{checkpoint} has no tokenizer: it was trained on synthetic tokens, which are no text"
+    )
 
 
 def _generate(
-    config: Config, checkpoint: Path, prompt: list[int], arguments: argparse.Namespace
+    config: Config,
+    checkpoint: Path,
+    prompt: list[int],
+    vocab_size: int,
+    arguments: argparse.Namespace,
 ) -> list[int]:
-    """`prompt` and the tokens drawn after it."""
+    """`prompt` and the tokens drawn after it, which are below `vocab_size`."""
     import torch
 
     from megagrid.checkpoint import entries, load
@@ -89,8 +102,8 @@ def _generate(
     with torch.inference_mode():
         for _ in range(arguments.tokens):
             window = ids[:, -config.model.max_seq_length :]
-            logits = model(window)[-1, 0, : config.model.vocab_size].float()
-            highest = logits.topk(min(arguments.top_k, config.model.vocab_size))
+            logits = model(window)[-1, 0, :vocab_size].float()
+            highest = logits.topk(min(arguments.top_k, vocab_size))
             if arguments.temperature == 0:
                 drawn = highest.indices[:1]
             else:
