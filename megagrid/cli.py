@@ -32,6 +32,7 @@ VERBS = MappingProxyType(
         "schedule": ("megagrid.pipeline.schedules.command", "draw and check a pipeline schedule"),
         "data": ("megagrid.data.command", "turn text into token files, and look into them"),
         "ckpt": ("megagrid.checkpoint.command", "look into checkpoints"),
+        "convert": ("megagrid.hf.command", "Hugging Face models to checkpoints and back"),
         "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
         "report": ("megagrid.train.report_command", "show a traced step, measured and simulated"),
         "bench": ("megagrid.train.bench_command", "measure a step after warm-up"),

@@ -26,6 +26,7 @@ LAYERS = (
     ("nn",),
     ("model",),
     ("pipeline", "data_parallel", "optim", "checkpoint"),
+    ("hf",),
     ("plan.dryrun",),
     ("train",),
     ("cli", "__main__"),
@@ -40,7 +41,7 @@ TORCH_FREE += (
     "grid.bootstrap",
 )
 TORCH_FREE += ("train.command", "train.launch", "train.trace", "train.report_command")
-TORCH_FREE += ("grid.command",)
+TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
 told at once. plan.dryrun is the exception."""
 

@@ -20,6 +20,7 @@ from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
 from megagrid.grid import bootstrap
+from megagrid.hf.checks import check_folders
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
 from megagrid.train.launch import (
@@ -139,3 +140,4 @@ def _check_inputs(config: Config) -> None:
             f"checkpoint.resume={toml_value(resume)} isn't a folder; name a checkpoint's, "
             'a run\'s, or "latest"'
         )
+    check_folders(config)
