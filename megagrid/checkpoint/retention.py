@@ -19,20 +19,23 @@ def should_save(step: int, last_step: int, interval: int, at_end: bool) -> bool:
     return (interval > 0 and step % interval == 0) or (at_end and step == last_step)
 
 
-def keep_newest(checkpoints: Path, count: int) -> None:
+def keep_newest(checkpoints: Path, count: int, every: int = 0) -> None:
     """Remove what is older than the `count` newest sound checkpoints; 0 keeps all.
 
     A damaged one isn't counted, so the only sound one is never removed. Soundness means here that
     every file is there with its size: reading them all after each save would cost as much as it.
+
+    Args:
+        every: multiples of so many steps stay, however old; 0: none does for its number.
     """
     if count == 0:
         return
     kept = 0
     for folder in newest_first(checkpoints):
-        if kept == count:
+        if kept < count:
+            kept += _looks_sound(folder.path)
+        elif not (every and folder.step % every == 0):
             remove(folder.path)
-        elif _looks_sound(folder.path):
-            kept += 1
 
 
 def _looks_sound(checkpoint: Path) -> bool:

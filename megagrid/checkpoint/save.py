@@ -6,7 +6,7 @@
     its boxes, synced         ->     trainer.json, config.toml, extra files
                                      manifest.json, with the checksums of all of these
                                      sync the folder, rename it to step-00000100
-                                     remove what keep_last lets go
+                                     remove what keep_last and keep_every let go
 
 Until the rename the former checkpoints are untouched, after it the new one is whole. A rank that
 fails, as on a full disk, fails the save on every rank, and the partial folder is removed.
@@ -45,8 +45,12 @@ def save(
     config: str = "",
     extra_files: Sequence[Path] = (),
     keep_last: int = 0,
+    keep_every: int = 0,
 ) -> Path:
     """Save `checkpoints`/step-00000100. All ranks of `world` call it together.
+
+    It may run in a thread of its own, behind others, if nothing else uses the group of `world`
+    meanwhile, and the entries' values don't change.
 
     Args:
         entries: what this rank holds.
@@ -54,6 +58,7 @@ def save(
         config: the resolved recipe (TOML), kept beside the tensors.
         extra_files: carried along, as a tokenizer's model.
         keep_last: newest checkpoints that stay; 0: all.
+        keep_every: multiples of so many steps stay as well, however old.
 
     Returns:
         the checkpoint's folder.
@@ -99,7 +104,7 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if world.rank == 0:
-        _let_go(checkpoints, keep_last)
+        _let_go(checkpoints, keep_last, keep_every)
     return final
 
 
@@ -112,9 +117,9 @@ def _check_visible(folder: Path, shards: Mapping[str, FileRecord]) -> None:
         )
 
 
-def _let_go(checkpoints: Path, keep_last: int) -> None:
+def _let_go(checkpoints: Path, keep_last: int, keep_every: int) -> None:
     """Remove old checkpoints. The save has succeeded, so a failure to is only worth a warning."""
     try:
-        keep_newest(checkpoints, keep_last)
+        keep_newest(checkpoints, keep_last, keep_every)
     except OSError as error:
         warnings.warn(f"an old checkpoint stays: {error}", stacklevel=2)

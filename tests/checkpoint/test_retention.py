@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megagrid.checkpoint import Entry, find_checkpoint, save, should_save
+from megagrid.checkpoint.retention import keep_newest
 from megagrid.nn.layout import Box
 
 WHOLE = [Entry("w", (8,), Box((0,), (8,)), torch.ones(8), True)]
@@ -55,6 +56,38 @@ def test_a_damaged_one_counts_for_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, WHOLE, {"step": 4}, keep_last=2)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "kept"),
+    [
+        (0, 0, [2, 4, 6, 8, 10, 11]),
+        (1, 0, [11]),
+        (1, 4, [4, 8, 11]),
+        (2, 4, [4, 8, 10, 11]),
+        (3, 10, [8, 10, 11]),
+        (1, 11, [11]),
+        (1, 100, [11]),
+    ],
+)
+def test_multiples_are_kept_beside_the_newest(tmp_path, last, every, kept) -> None:
+    for step in range(1, 12):
+        if should_save(step, 11, 2, True):
+            save(tmp_path, WHOLE, {"step": step}, keep_last=last, keep_every=every)
+    assert names(tmp_path) == [f"step-{step:08}" for step in kept]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_only_sound_one_is_never_removed(tmp_path: Path, every: int) -> None:
+    """Newer ones that are damaged, multiples or not, count for nothing."""
+    save(tmp_path, WHOLE, {"step": 1})
+    for step in (2, 3, 4):
+        damaged = save(tmp_path, WHOLE, {"step": step})
+        (damaged / "trainer.json").unlink()
+    keep_newest(tmp_path, 1, every)
+    keep_newest(tmp_path, 2, every)
+    assert len(names(tmp_path)) == 4
+    assert find_checkpoint("latest", tmp_path).path.name == "step-00000001"
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
