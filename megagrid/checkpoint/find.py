@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrid.checkpoint import manifest as manifests
-from megagrid.checkpoint.folders import is_step_name, newest_first
+from megagrid.checkpoint.folders import candidates, newest_first
 from megagrid.checkpoint.manifest import Manifest, find_damage, read_manifest
 from megagrid.checkpoint.together import ALONE, gather, on_first_rank
 from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Axis
 
 LATEST = "latest"
-CHECKPOINTS = "checkpoints"
 RESUME_KEY = "checkpoint.resume"
 
 
@@ -31,27 +29,33 @@ class Found:
 
 
 def find_checkpoint(
-    resume: str, checkpoints: Path, world: Axis = ALONE, *, key: str = RESUME_KEY
+    resume: str,
+    checkpoints: Path,
+    world: Axis = ALONE,
+    *,
+    key: str = RESUME_KEY,
+    by_first_rank: bool = False,
 ) -> Found | None:
     """The newest sound checkpoint that `resume` means; None only for "latest" without any.
 
-    All ranks of `world` call it together: each verifies a share of the files.
+    All ranks of `world` call it together.
 
     Args:
         resume: the folder of a checkpoint, the folder of a run, or "latest".
         checkpoints: where this run's checkpoints lie, for "latest".
         key: what errors call `resume`: the recipe's key, or an argument of the command line.
+        by_first_rank: no other rank opens a file; otherwise each verifies a share of them.
 
     Raises:
         CheckpointError: `resume` is a path without a sound checkpoint, or "latest" finds some but
             none is sound. To train from scratch instead would throw work away unasked.
     """
-    candidates = on_first_rank(lambda: _candidates(resume, checkpoints, key), world)
+    folders = on_first_rank(lambda: _folders(resume, checkpoints, key), world)
     skipped: list[str] = []
-    for path in candidates:
+    for path in folders:
         try:
             manifest = on_first_rank(lambda path=path: read_manifest(path), world)
-            problems = verify(path, manifest, world)
+            problems = verify(path, manifest, world, by_first_rank=by_first_rank)
         except CheckpointError as error:
             skipped.append(str(error))
             continue
@@ -68,13 +72,21 @@ def find_checkpoint(
 
 
 def verify(
-    checkpoint: Path, manifest: Manifest, world: Axis = ALONE, *, deep: bool = True
+    checkpoint: Path,
+    manifest: Manifest,
+    world: Axis = ALONE,
+    *,
+    deep: bool = True,
+    by_first_rank: bool = False,
 ) -> list[str]:
-    """One line for each damaged file, the same on all ranks of `world`, which share the reading.
+    """One line for each damaged file, the same on all ranks of `world`.
 
     Args:
         deep: compare checksums, otherwise sizes alone.
+        by_first_rank: it reads all of them; otherwise the ranks share the reading.
     """
+    if by_first_rank:
+        return on_first_rank(lambda: verify(checkpoint, manifest, deep=deep), world)
     # Dealt out by size, so that the few large files don't all fall to one rank.
     by_size = sorted(manifest.files.items(), key=lambda file: (-file[1].size, file[0]))
     mine = by_size[world.rank :: world.size]
@@ -82,16 +94,13 @@ def verify(
     return sorted(problem for share in shares for problem in share)
 
 
-def _candidates(resume: str, checkpoints: Path, key: str) -> list[Path]:
+def _folders(resume: str, checkpoints: Path, key: str) -> list[Path]:
     """Folders that `resume` may mean, best first."""
     if resume == LATEST:
         return [folder.path for folder in newest_first(checkpoints)]
     path = Path(resume)
-    for holder in (path / CHECKPOINTS, path):
-        if folders := newest_first(holder):
-            return [folder.path for folder in folders]
-    if path.is_dir() and (is_step_name(path.name) or (path / manifests.FILE_NAME).exists()):
-        return [path]
+    if found := candidates(path):
+        return found
     reason = "holds no checkpoint" if path.is_dir() else "doesn't exist"
     or_latest = f', or "{LATEST}"' if key == RESUME_KEY else ""
     raise CheckpointError(

@@ -177,7 +177,10 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
     """
     stated = read_manifest(checkpoint).files.get(TRAINER_STATE)
     if stated is None:
-        raise CheckpointError(f"{checkpoint} holds no {TRAINER_STATE}: only weights can be read")
+        raise CheckpointError(
+            f"{checkpoint} holds no {TRAINER_STATE}: it is of weights alone, "
+            "which a run begins with by checkpoint.initialize_from"
+        )
     if problems := find_damage(checkpoint, [(TRAINER_STATE, stated)], deep=True):
         raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
     try:

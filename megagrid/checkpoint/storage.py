@@ -17,7 +17,8 @@ import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,10 @@ class SafetensorsReader(StorageReader):
             index = item.storage_index
             by_file[self._files[index.fqn, tuple(index.offset)]].append(item)
         for name, items in by_file.items():
-            path = self.folder / name
-            try:
-                _read_safetensors(path, items, planner)
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing") from None
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} is damaged: {error}") from None
+            with open_tensors(self.folder / name) as file:
+                for item in items:
+                    values = file.get_slice(item.storage_index.fqn)
+                    fill(planner, item, values)
         return _done(None)
 
     @classmethod
@@ -229,17 +227,35 @@ def _header(items: list[WriteItem]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_safetensors(path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
-    """Copy the slice that each item asks for to its place; the rest of the file stays unread."""
-    with safe_open(path, framework="pt") as file:
-        for item in items:
-            rectangle = tuple(
-                slice(offset, offset + length)
-                for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            target = planner.resolve_tensor(item)
-            target.copy_(file.get_slice(item.storage_index.fqn)[rectangle])
-            planner.commit_tensor(item, target)
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, of which only what is asked for is read.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def fill(planner: LoadPlanner, item: ReadItem, box: Any) -> None:
+    """Copy the rectangle of `box` that `item` asks for to its place.
+
+    Args:
+        box: a tensor, or one of a file, of which the rest then stays unread.
+    """
+    rectangle = tuple(
+        slice(offset, offset + length)
+        for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
+    )
+    target = planner.resolve_tensor(item)
+    target.copy_(box[rectangle])
+    planner.commit_tensor(item, target)
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
