@@ -46,5 +46,9 @@ set_default PYTHONFAULTHANDLER 1
 
 # --standalone lets the system choose a free port, so that two runs on one machine never collide.
 # No restarts: a mistake at the start would only repeat itself; a run goes on by checkpoint.resume.
+#
+# SIGTERM and SIGUSR1 ask the ranks to save and stop. torchrun passes only the first on, and kills
+# half a minute later, which may be too short for a step and its save.
 exec "$bin/torchrun" --standalone --nproc-per-node "$ranks" --max-restarts 0 \
+    --signals-to-handle SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT --shutdown-timeout 600 \
     -m megagrid train "$@"

@@ -3,7 +3,8 @@
 A verb's module offers `add_arguments(parser)` and `run(arguments) -> exit code`. It is imported
 only when its verb is called, so that planning and asking for help never wait for torch.
 
-Exit codes: 0 done; 2 a mistake of the user, told in one line on stderr; 130 interrupted.
+Exit codes: 0 done; 2 a mistake of the user, told in one line on stderr; `megagrid.exit_codes` has
+the others.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from typing import NoReturn
 from megagrid import __version__
 from megagrid.config.suggest import closest
 from megagrid.errors import MegagridError
-
-USER_MISTAKE = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+from megagrid.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE
 
 VERBS = MappingProxyType(
     {
@@ -31,7 +29,7 @@ VERBS = MappingProxyType(
         "grid": ("megagrid.grid.command", "show where each rank goes, and its groups"),
         "schedule": ("megagrid.pipeline.schedules.command", "draw and check a pipeline schedule"),
         "data": ("megagrid.data.command", "turn text into token files, and look into them"),
-        "ckpt": ("megagrid.checkpoint.command", "look into checkpoints"),
+        "ckpt": ("megagrid.checkpoint.command", "look into checkpoints, compare and reshard them"),
         "convert": ("megagrid.hf.command", "Hugging Face models to checkpoints and back"),
         "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
         "report": ("megagrid.train.report_command", "show a traced step, measured and simulated"),
@@ -62,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    if any("\0" in argument for argument in argv):
+        raise MegagridError("an argument has a NUL character in it; leave it out")
     verbs = "".join(f"  {verb:<10}{text}\n" for verb, (_, text) in VERBS.items())
     parser = Parser(
         prog="megagrid",

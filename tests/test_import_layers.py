@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     # Lowest first. A module belongs to the longest name that it starts with, and may import its
     # own layer and those below.
-    ("errors", "terminal"),
+    ("errors", "terminal", "exit_codes"),
     ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
     ("plan.parameters",),
     ("pipeline.schedules", "pipeline.partition", "pipeline.program"),
@@ -32,7 +32,8 @@ LAYERS = (
     ("cli", "__main__"),
 )
 
-TORCH_FREE = ("errors", "terminal", "config", "data", "plan", "pipeline.schedules", "cli")
+TORCH_FREE = ("errors", "terminal", "exit_codes", "config", "data", "plan")
+TORCH_FREE += ("pipeline.schedules", "cli")
 TORCH_FREE += (
     "pipeline.partition",
     "pipeline.program",
@@ -40,8 +41,12 @@ TORCH_FREE += (
     "grid.placement",
     "grid.bootstrap",
 )
-TORCH_FREE += ("train.command", "train.launch", "train.trace", "train.report_command")
+TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
+TORCH_FREE += ("train.report_command",)
 TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")
+TORCH_FREE += tuple(
+    f"checkpoint.{name}" for name in ("command", "diff", "files", "folders", "manifest", "reader")
+)
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
 told at once. plan.dryrun is the exception."""
 

@@ -19,7 +19,8 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
            NO_SHARD                all_reduce                   1
            valid tokens            all_reduce                   1               8 bytes
     tp, kv, embedding              all_reduce                   1 a stage       gradients in parts
-    world  norm, loss, memory      all_reduce                   1               8 (2 + ranks) bytes
+    world  norm, loss, news,       all_reduce                   1               8 (4 + ranks) bytes
+           memory
 
 The step's gradients are reduced once, however many microbatches it has.
 """
@@ -86,7 +87,7 @@ def step_communication(config: Config, placement: Placement, coordinate: Coordin
         *_data_parallel(rank),
         *_summands(rank),
         Row("valid tokens", "dp", "all_reduce", 1, 8),
-        Row("norm, loss, memory", "world", "all_reduce", 1, 8 * (2 + placement.world_size)),
+        Row("norm, loss, news, memory", "world", "all_reduce", 1, 8 * (4 + placement.world_size)),
     ]
     return [row for row in rows if row.calls and rank.axis_size(row.axis) > 1]
 

@@ -12,6 +12,8 @@ and keeps, e bytes an element (4; 8 in fp64, see `megagrid.plan.parameters`):
     exp_avg_sq    e rows(i) w
 
 If d divides R, that is 3 e R w / d. Gradients and gathered parameters come and go within a step.
+Saving behind the training keeps copies of what the rank writes, at most as much again, in host
+memory: on a CPU beside the originals.
 """
 
 from __future__ import annotations

@@ -2,12 +2,18 @@
 
 Started by hand, the recipe is checked here, and a grid of more than one rank is started on this
 machine. Started by torchrun, this is one of its ranks.
+
+SIGTERM or SIGUSR1, to this process or to any rank, asks the run to stop: every rank ends its step,
+saves it, and the exit code is 75. A run that is done ends with 0, a mistake in what was asked for
+with 2, an interrupt (Ctrl-C), which saves nothing, with 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +21,24 @@ from types import FrameType
 from typing import NoReturn
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
+from megagrid.config.cautions import cautions
 from megagrid.config.dump import dump, toml_value
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
-from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
+from megagrid.errors import CheckpointError, DataError, GridError, MegagridError, PeerError
+from megagrid.exit_codes import INTERRUPTED, PEER_LOST, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.hf.checks import check_folders
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
+from megagrid.terminal import warn_on_stderr
 from megagrid.train.launch import (
-    USER_MISTAKE,
     end_with_launcher,
     record_mistake,
+    record_stop,
     start_ranks,
 )
+from megagrid.train.stopping import StopRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, or start the ranks that do."""
     if bootstrap.is_rank() and not arguments.show_config:
-        with interrupts_win():
-            return _run_rank(arguments)
+        try:
+            with interrupts_win():
+                return _run_rank(arguments)
+        except PeerError as error:
+            print(error, file=sys.stderr)
+            return PEER_LOST
     if arguments.nproc is not None and arguments.nproc < 1:
         raise GridError(f"--nproc {arguments.nproc} starts no ranks; choose at least 1")
     config = load_recipe(arguments)
     world_size = placement(config, arguments.nproc).world_size
     check(config, world_size)
+    _warn(config)
     if arguments.show_config:
         print(dump(config), end="")
         return 0
@@ -62,9 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     grid = placement(config, arguments.nproc)
     stage_layers(config, grid, training_program(config, grid).placement)
     if world_size > 1:
-        start_ranks(world_size, ["train", arguments.recipe, *arguments.overrides])
+        start_ranks(
+            world_size,
+            ["train", arguments.recipe, *arguments.overrides],
+            config.checkpoint.seconds_to_stop,
+        )
     with interrupts_win():
-        return _train(config)
+        return _train(config, StopRequest())
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:
@@ -74,12 +93,19 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     ranks record, or by rank 0 where the launcher doesn't know us.
     """
     environment = bootstrap.read()
-    if environment.launcher_reports:
-        end_with_launcher()
+    launcher = os.getppid()
+    stop = StopRequest()
     try:
         config = load_recipe(arguments)
         check(config, environment.world_size)
-        return _train(config)
+        if environment.launcher_reports:
+            end_with_launcher(launcher, config.checkpoint.seconds_to_stop)
+        elif environment.rank == 0:
+            _warn(config)
+        code = _train(config, stop)
+        if environment.error_file is not None and (stop.is_made or code):
+            record_stop(code, environment.error_file)
+        return code
     except MegagridError as error:
         if environment.error_file is not None:
             record_mistake(error, environment.error_file)
@@ -94,6 +120,9 @@ def interrupts_win() -> Iterator[None]:
 
     A rank that waits in a collective hears first that its peers are gone; and
     torch.distributed.checkpoint takes an interrupt in its midst for a failure of its own.
+
+    A second interrupt ends the process at once, whatever it is waiting for, such as a save behind
+    the training.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # whoever started us, as nohup, has decided otherwise
@@ -101,6 +130,8 @@ def interrupts_win() -> Iterator[None]:
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        if interrupts:
+            os._exit(INTERRUPTED)
         interrupts.append(number)
         raise KeyboardInterrupt
 
@@ -115,10 +146,16 @@ def interrupts_win() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _train(config: Config) -> int:
+def _warn(config: Config) -> None:
+    """Tell what the recipe says but hardly means."""
+    for text in cautions(config):
+        warn_on_stderr(text)
+
+
+def _train(config: Config, stop: StopRequest) -> int:
     from megagrid.train.run import train  # imports torch, which the checks before it don't need
 
-    return train(config)
+    return train(config, stop)
 
 
 def _check_inputs(config: Config) -> None:

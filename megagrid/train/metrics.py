@@ -1,7 +1,8 @@
-"""What a run records of each step, and the file it lies in.
+"""What a run records of each step and of each save, and the files these lie in.
 
 `metrics.jsonl` holds one JSON object per optimizer step, in order, whatever stopped and resumed the
-run in between. One rank writes it; what it says is true of the whole grid.
+run in between; `saves.jsonl` holds one per checkpoint. One rank writes them; what they say is true
+of the whole grid.
 """
 
 from __future__ import annotations
@@ -15,13 +16,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from megagrid.errors import DataError
+from megagrid.terminal import warn_on_stderr
+
+
+class Record:
+    """A line of a file of records: a dataclass with a `step`.
+
+    Attributes:
+        of: what it tells of.
+    """
+
+    of: ClassVar[str]
+    step: int
+
+    def to_json(self) -> str:
+        """One line, without its end."""
+        return json.dumps(_name_nonfinite(asdict(self)), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        """The record of a line. Keys that aren't known are ignored.
+
+        Raises:
+            ValueError, TypeError: where the line isn't a record.
+        """
+        values = json.loads(line)
+        names = (f.name for f in fields(cls))
+        return cls(**{name: _parse(values[name]) for name in names if name in values})
+
+
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(Record):
     """One optimizer step.
 
     Attributes:
@@ -43,6 +74,7 @@ class StepRecord:
             weights; None at steps without an evaluation.
     """
 
+    of: ClassVar[str] = "step"
     step: int
     loss: float
     grad_norm: float
@@ -60,26 +92,28 @@ class StepRecord:
     peak_memory_bytes: tuple[int, ...] = ()
     valid_loss: float | None = None
 
-    def to_json(self) -> str:
-        """One line, without its end."""
-        return json.dumps(_name_nonfinite(asdict(self)), allow_nan=False)
 
-    @classmethod
-    def from_json(cls, line: str | bytes) -> StepRecord:
-        """The record of a line. Keys that aren't known are ignored.
+@dataclass(frozen=True, kw_only=True)
+class SaveRecord(Record):
+    """One checkpoint.
 
-        Raises:
-            ValueError, TypeError: where the line isn't a record.
-        """
-        values = json.loads(line)
-        known = {name: _parse_nonfinite(values[name]) for name in _FIELDS if name in values}
-        for name in _TUPLES & known.keys():
-            known[name] = tuple(known[name])
-        return cls(**known)
+    Attributes:
+        step: that it was saved after.
+        is_async: whether the training went on meanwhile.
+        pause_s: seconds that the training stood still: for all of the save or, if it went on, until
+            the former save had ended and the boxes were copied.
+        seconds: of the save itself, from the first copy to the removal of older checkpoints.
+        bytes: of all its files.
+        gb_per_s: 10^9 `bytes` by `seconds`.
+    """
 
-
-_FIELDS = tuple(f.name for f in fields(StepRecord))
-_TUPLES = {"sample_ids", "peak_memory_bytes"}
+    of: ClassVar[str] = "save"
+    step: int
+    is_async: bool
+    pause_s: float
+    seconds: float
+    bytes: int
+    gb_per_s: float
 
 
 def _name_nonfinite(value: Any) -> Any:
@@ -92,7 +126,10 @@ def _name_nonfinite(value: Any) -> Any:
     return value
 
 
-def _parse_nonfinite(value: Any) -> Any:
+def _parse(value: Any) -> Any:
+    """The inverse of `_name_nonfinite`, and tuples in place of lists."""
+    if isinstance(value, list):
+        return tuple(value)
     return float(value) if isinstance(value, str) else value
 
 
@@ -104,44 +141,71 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsLog:
-    """The writer of `metrics.jsonl`: appends a line per record and flushes it.
+class MetricsLog(Generic[R]):
+    """The writer of a file of records: appends a line per record and flushes it.
+
+    A disk that is full for a while doesn't end a run that may outlive it: what can't be written
+    waits in memory for the next record.
 
     Args:
         path: the file; made if missing.
         resume_step: last step that the run keeps. Records of later steps were made by weights
             that are gone, and are dropped before the first is written again.
+        kind: of records.
+        warn: told when the disk begins to fail, and of what is lost at the end.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int = 0,
+        kind: type[R] = StepRecord,
+        warn: Callable[[str], None] = warn_on_stderr,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        drop_records_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        drop_records_after(path, resume_step, kind)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._warn = warn
 
-    def write(self, record: StepRecord) -> None:
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
+    def write(self, record: R) -> None:
+        failed_before = bool(self._waiting)
+        self._waiting += record.to_json().encode() + b"\n"
+        if (failure := self._flush()) and not failed_before:
+            self._warn(f"{self._path}: {failure}; its lines wait in memory")
 
     def close(self) -> None:
+        if failure := self._flush():
+            self._warn(f"{self._path}: {failure}; its last lines are lost")
         self._file.close()
 
+    def _flush(self) -> str | None:
+        """Write what waits; why it can't be."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error.strerror
+        return None
 
-def read_records(path: Path) -> list[StepRecord]:
-    """All records of a `metrics.jsonl`, in order. A last line that a crash has torn is left out.
+
+def read_records(path: Path, kind: type[R] = StepRecord) -> list[R]:
+    """All records of a file, in order. A last line that a crash has torn is left out.
 
     Raises:
         DataError: the file is missing, or another line isn't a record.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file; name the metrics.jsonl of a run's folder")
-    return [record for _, record in _records(path)]
+        raise DataError(f"{path}: no such file; name the {path.name} of a run's folder")
+    return [record for _, record in _records(path, kind)]
 
 
-def drop_records_after(path: Path, step: int) -> None:
+def drop_records_after(path: Path, step: int, kind: type[R] = StepRecord) -> None:
     """Cut the file down to the records of steps up to `step`."""
     if not path.exists():
         return
-    kept = b"".join(line + b"\n" for line, record in _records(path) if record.step <= step)
+    kept = b"".join(line + b"\n" for line, record in _records(path, kind) if record.step <= step)
     if len(kept) != path.stat().st_size:
         replace_file(path, kept)
 
@@ -157,18 +221,18 @@ def replace_file(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, StepRecord]]:
+def _records(path: Path, kind: type[R]) -> Iterator[tuple[bytes, R]]:
     """Each line, without its end, and its record."""
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            record = StepRecord.from_json(line)
+            record = kind.from_json(line)
         except (ValueError, TypeError) as error:
             if number == len(lines):
                 return
             raise DataError(
-                f"{path}:{number}: not a step's record ({error}); delete the line, or move the "
-                "file away"
+                f"{path}:{number}: not a {kind.of}'s record ({error}); delete the line, or move "
+                "the file away"
             ) from error
         yield line, record
 

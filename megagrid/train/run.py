@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -16,78 +15,97 @@ from megagrid.config.schema import Config
 from megagrid.data import Batch, DataSplits, Loader, Sampler
 from megagrid.data import build as build_data
 from megagrid.errors import CheckpointError, DataError, MegagridError
+from megagrid.exit_codes import STOPPED
 from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
 from megagrid.grid.start import running_grid
+from megagrid.hf import carried
+from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
+from megagrid.hf.start import start_from
 from megagrid.optim.lr_schedule import learning_rate
 from megagrid.plan import flops, hardware
 from megagrid.train.build import build_engine
-from megagrid.train.console import ConsoleTable
+from megagrid.train.console import ConsoleTable, save_line
+from megagrid.train.faults import check_memory, told_in_a_line
 from megagrid.train.folder import lock_folder
-from megagrid.train.metrics import MetricsLog, Sink, StepRecord, Stopwatch
-from megagrid.train.step import apply_gradients, compute_gradients, evaluate
+from megagrid.train.metrics import MetricsLog, SaveRecord, Sink, StepRecord, Stopwatch
+from megagrid.train.saving import Saver
+from megagrid.train.state import Progress, RunState
+from megagrid.train.step import News, apply_gradients, compute_gradients, evaluate
+from megagrid.train.stopping import StopRequest
 from megagrid.train.trace import TraceLog
 from megagrid.train.tracking import WandbTracker
 
 
-def train(config: Config) -> int:
-    """Train on this rank until the last step; returns the exit code."""
-    with running_grid(config, bootstrap.read()) as grid:
-        Run(config, grid).run()
-    return 0
-
-
-@dataclass
-class Progress:
-    """Where a run is: with weights and optimizer states, all that a resumed run needs.
-
-    There is no state of random numbers, which are functions of seed, step and sample, nor of the
-    learning rate, which is one of the step.
-
-    Attributes:
-        step: optimizer steps made.
-        consumed_samples: samples fed so far, and the number of the next unseen one.
-        consumed_tokens: tokens of those.
-    """
-
-    step: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
+def train(config: Config, stop: StopRequest) -> int:
+    """Train on this rank until the last step, or until any rank is asked to stop; returns the exit
+    code."""
+    environment = bootstrap.read()
+    with (
+        told_in_a_line(config, environment),
+        running_grid(config, environment) as grid,
+        stop.by_signals(),
+    ):
+        check_memory(config, grid, environment)
+        code = Run(config, grid, stop).run()
+    if code == 0 and environment.rank == 0:
+        _export(config)  # nobody waits for it: the ranks have let go of each other
+    return code
 
 
 class Run:
     """One rank's part of a run.
 
+    Args:
+        stop: asks the run to end after the step that it is in.
+
     Attributes:
-        progress: counts the steps made.
         speaks: whether this rank is the one that prints and writes records.
     """
 
-    def __init__(self, config: Config, grid: Grid) -> None:
+    def __init__(self, config: Config, grid: Grid, stop: StopRequest | None = None) -> None:
         self.config = config
         self.grid = grid
+        self._stop = stop or StopRequest()
+        self._heard = News()
         self.speaks = grid.rank == 0
         self.folder = Path(config.logging.run_dir)
         self.checkpoints = self.folder / checkpoint.CHECKPOINTS
         self._lock: TextIO | None = None
+        self._saves: MetricsLog[SaveRecord] | None = None
         checkpoint.on_first_rank(self._take_folder, grid.world)
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
-        self.progress = Progress()
+        self.state = RunState(self.engine, self.data.fingerprint)
         self._resume()
+        self.saver = self._make_saver()
         self.loader, self.total_steps = self._plan_steps()
         self.peak_flops = _peak_flops(config, grid.device)
 
-    def run(self) -> None:
-        """Train from where the progress is to the last step, and let go of the folder."""
-        if self.progress.step >= self.total_steps:
-            self._say(f"nothing to do: the run has {self.total_steps} steps, all made")
+    @property
+    def progress(self) -> Progress:
+        """Counts the steps made."""
+        return self.state.progress
+
+    @property
+    def _is_over(self) -> bool:
+        return self._heard.stop or self.progress.step >= self.total_steps
+
+    def run(self) -> int:
+        """Train from where the progress is to the last step, or to the one that all ranks agree to
+        stop after, and let go of the folder.
+
+        Returns:
+            the exit code.
+        """
+        if self._is_over:
+            self._say(f"nothing to do: step {self.total_steps}, the last of the run, is made")
         sinks = self._open_sinks()
         trace = self._open_trace()
         watch = Stopwatch()
         steps = self.loader.steps(self.progress.consumed_samples)
         try:
-            while self.progress.step < self.total_steps:
+            while not self._is_over:
                 with watch.part("data"):
                     batches = next(steps)
                 record = self._step(batches, watch, trace)
@@ -95,13 +113,30 @@ class Run:
                     sink.write(record)
                 self._save_if_due()
                 watch.lap()  # evaluating and saving are no part of a step
+            self.saver.finish()
         finally:
             steps.close()
+            self.saver.close()
             trace.close()
-            for sink in sinks:
-                sink.close()
-            if self._lock is not None:
-                self._lock.close()
+            for sink in (*sinks, self._saves, self._lock):
+                if sink is not None:
+                    sink.close()
+            self._saves = None
+        return self._end()
+
+    def _end(self) -> int:
+        """Say so if the run has ended early; returns the exit code."""
+        step = self.progress.step
+        if step >= self.total_steps:
+            return 0
+        self._say(
+            f"a signal has asked the run to stop: it is saved after step {step} of "
+            f"{self.total_steps}; go on with checkpoint.resume=latest"
+        )
+        # The launcher gives the others half a minute once one has ended, and the first may still
+        # have been closing what it writes to.
+        checkpoint.on_first_rank(lambda: None, self.grid.host)
+        return STOPPED
 
     def _step(self, batches: Sequence[Batch], watch: Stopwatch, trace: TraceLog) -> StepRecord:
         """Make one optimizer step, evaluate if it is time, and say what happened."""
@@ -115,7 +150,8 @@ class Run:
             total_steps=self.total_steps,
         )
         spans = [] if trace.is_due(number) else None
-        result = compute_gradients(self.engine, batches, number, watch, spans)
+        result = compute_gradients(self.engine, batches, number, watch, spans, self._news)
+        self._heard = result.news
         if not result.is_finite:
             raise MegagridError(
                 f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}; the weights "
@@ -149,6 +185,9 @@ class Run:
             valid_loss=self._evaluate_if_due(),
         )
 
+    def _news(self) -> News:
+        return News(stop=self._stop.is_made, save_failed=self.saver.has_failed)
+
     def _utilisation(self, seconds: float) -> dict[str, float]:
         """MFU and HFU of a step, if the peak of the device is stated or known.
 
@@ -172,46 +211,59 @@ class Run:
         loader = Loader(self.data.valid, self._sampler(), self.grid.dp.rank, pad=True)
         return evaluate(self.engine, list(islice(loader.steps(), self.config.evaluation.batches)))
 
+    def save(self, *, is_last: bool = False) -> None:
+        """Save the run as it is. Collective; see `Saver.save`."""
+        self.saver.save(self.state, is_last=is_last)
+
     def _save_if_due(self) -> None:
+        """Save after steps that are to be saved and, whatever the recipe says, after the one that
+        the run is stopped at; and look after the save behind the training."""
         settings = self.config.checkpoint
-        if not checkpoint.should_save(
+        self.saver.report_if_done()
+        if self._heard.save_failed:
+            self.saver.settle()
+        if self._heard.stop or checkpoint.should_save(
             self.progress.step, self.total_steps, settings.save_interval, settings.save_at_end
         ):
-            return
-        tokenizer = self.data.tokenizer
-        checkpoint.save(
-            self.checkpoints,
-            self._entries(),
-            self._trainer_state(),
-            world=self.grid.world,
-            config=dump(self.config),
-            extra_files=[tokenizer] if tokenizer else [],
-            keep_last=settings.keep_last,
-        )
+            self.save(is_last=self._is_over)
 
     def _resume(self) -> None:
         """Load the checkpoint that the recipe names, if it names one and there is one."""
-        if self.config.checkpoint.resume is None:
+        settings = self.config.checkpoint
+        if settings.resume is None:
             self._refuse_to_start_over()
+            self._begin()
             return
-        world = self.grid.world
-        found = checkpoint.find_checkpoint(self.config.checkpoint.resume, self.checkpoints, world)
+        world, by_first_rank = self.grid.host, settings.read_by == "first_rank"
+        found = checkpoint.find_checkpoint(
+            settings.resume, self.checkpoints, world, by_first_rank=by_first_rank
+        )
         if found is None:
             self._say("no checkpoint yet: a fresh start")
+            self._begin()
             return
         for line in found.skipped:
             self._say(f"passed over: {line}")
-        checkpoint.load(found.path, self._entries(), world=world, is_verified=True)
-        state = checkpoint.load_trainer_state(found.path, world)
-        self.progress = Progress(**state["progress"])
-        self.engine.optimizer.set_step(self.progress.step)
-        for name, value in self._identity().items():
-            if name in state["identity"] and state["identity"][name] != value:
-                self._say(
-                    f"warning: {name} is {value!r}, the checkpoint was trained with "
-                    f"{state['identity'][name]!r}: what follows isn't the same run"
-                )
+        for line in self.state.load(found.path, world, by_first_rank=by_first_rank):
+            self._say(f"warning: {line}")
+        checkpoint.on_first_rank(lambda: carried.take(found.path, self.folder), world)
         self._say(f"resumed from {found.path} at step {self.progress.step}")
+
+    def _begin(self) -> None:
+        """Take the weights that the recipe begins with, if it names any in place of those drawn."""
+        settings = self.config.checkpoint
+        if settings.initialize_from is None:
+            return
+        for line in start_from(
+            Path(settings.initialize_from),
+            self.config.model,
+            self.state.weights(),
+            self.folder,
+            self.grid.host,
+            by_first_rank=settings.read_by == "first_rank",
+        ):
+            self._say(f"warning: {line}")
+        self._say(f"began with the weights of {settings.initialize_from}")
 
     def _refuse_to_start_over(self) -> None:
         """Raises:
@@ -223,27 +275,6 @@ class Run:
                 f'logging.run_dir="{self.folder}" has a run at step {saved[0].step}; go on from '
                 "there with checkpoint.resume=latest, or name another folder"
             )
-
-    def _trainer_state(self) -> dict[str, Any]:
-        return {
-            "step": self.progress.step,
-            "progress": asdict(self.progress),
-            "identity": self._identity(),
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """What makes a run this run and no other, beside the tensors' shapes: the function that is
-        computed, the data, which of it is held out, and its order."""
-        model = self.config.model.model_dump(exclude={"preset", "make_vocab_size_divisible_by"})
-        return {
-            **{f"model.{key}": value for key, value in model.items()},
-            "train.seed": self.config.train.seed,
-            "data.valid_fraction": self.config.data.valid_fraction,
-            "the data's fingerprint": self.data.fingerprint,
-        }
-
-    def _entries(self) -> list[checkpoint.Entry]:
-        return checkpoint.entries(self.engine.shards, self.engine.optimizer)
 
     def _plan_steps(self) -> tuple[Loader, int]:
         """The loader of the training data, and the run's last step.
@@ -281,6 +312,7 @@ class Run:
             return []
         logging = self.config.logging
         (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
+        self._saves = MetricsLog(self.folder / "saves.jsonl", self.progress.step, SaveRecord)
         sinks: list[Sink] = [
             MetricsLog(self.folder / "metrics.jsonl", self.progress.step),
             ConsoleTable(self.total_steps, logging.interval),
@@ -300,9 +332,35 @@ class Run:
             resume_step=self.progress.step,
         )
 
+    def _make_saver(self) -> Saver:
+        tokenizer = self.data.tokenizer
+        return Saver(
+            self.config,
+            self.grid,
+            self.checkpoints,
+            extra_files=[*([tokenizer] if tokenizer else []), *carried.of_run(self.folder)],
+            report=self._report_save,
+            warn=lambda text: self._say(f"warning: {text}"),
+        )
+
+    def _report_save(self, record: SaveRecord) -> None:
+        if self._saves is not None:
+            self._saves.write(record)
+        self._say(save_line(record))
+
     def _say(self, text: str) -> None:
         if self.speaks:
             print(text, flush=True)
+
+
+def _export(config: Config) -> None:
+    """Write the run's last weights for transformers, if the recipe asks for it."""
+    settings = config.checkpoint
+    if settings.export_hf is None:
+        return
+    folder, dtype = Path(settings.export_hf), EXPORT_DTYPES[settings.export_hf_dtype]
+    to_hf(config.logging.run_dir, folder, dtype=dtype, key="logging.run_dir")
+    print(f"exported to {folder}", flush=True)
 
 
 def _open_data(config: Config) -> DataSplits:

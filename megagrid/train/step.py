@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -23,6 +23,20 @@ from megagrid.train.metrics import Stopwatch
 
 
 @dataclass(frozen=True)
+class News:
+    """What a rank may have to tell the others with its numbers of a step; in the step's result,
+    whether any rank had.
+
+    Attributes:
+        stop: a signal asks the run to stop.
+        save_failed: the save behind the training has failed.
+    """
+
+    stop: bool = False
+    save_failed: bool = False
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What a step was, over the whole grid.
 
@@ -31,12 +45,14 @@ class StepResult:
         grad_norm: of the whole model, before clipping.
         valid_tokens: labels that counted.
         peak_memory_bytes: of each rank.
+        news: of any rank.
     """
 
     loss: float
     grad_norm: float
     valid_tokens: int
     peak_memory_bytes: tuple[int, ...]
+    news: News = News()
 
     @property
     def is_finite(self) -> bool:
@@ -49,6 +65,7 @@ def compute_gradients(
     step: int,
     watch: Stopwatch,
     spans: list[Span] | None = None,
+    news: Callable[[], News] = News,
 ) -> StepResult:
     """Run the step's forwards and backwards: every gradient of the mean loss is then in place.
 
@@ -56,6 +73,7 @@ def compute_gradients(
         batches: this dp rank's microbatches.
         step: number of the step, from 1.
         spans: gets when each of this rank's actions ran, see `Executor.run`.
+        news: asked for what this rank has to tell, as late in the step as can be.
     """
     grid = engine.grid
     with watch.part("data"):
@@ -65,18 +83,20 @@ def compute_gradients(
         loss = engine.executor.run(engine.training, microbatches, tokens.scale, spans)
     with watch.part("norm"):
         # One message for all that the ranks must know of each other at the end of a step.
-        totals = torch.zeros(2 + grid.world.size, dtype=torch.float64, device=grid.device)
+        totals = torch.zeros(4 + grid.world.size, dtype=torch.float64, device=grid.device)
         totals[0] = local_squared_norm(engine.shards, grid.device)
         if grid.tp.rank == 0:
             totals[1] = loss
-        totals[2 + grid.rank] = peak_memory_bytes(grid.device)
-        squared_norm, loss_sum, *peaks = all_reduce(totals, grid.world).tolist()
+        totals[2:4] = torch.tensor(astuple(news()))
+        totals[4 + grid.rank] = peak_memory_bytes(grid.device)
+        squared_norm, loss_sum, stop, save_failed, *peaks = all_reduce(totals, grid.world).tolist()
     valid_tokens = tokens.total()
     return StepResult(
         loss=loss_sum / valid_tokens if valid_tokens else 0.0,
         grad_norm=squared_norm**0.5,
         valid_tokens=valid_tokens,
         peak_memory_bytes=tuple(int(peak) for peak in peaks),
+        news=News(stop > 0, save_failed > 0),
     )
 
 

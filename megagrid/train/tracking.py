@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import queue
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megagrid.config.schema import LoggingConfig
+from megagrid.terminal import warn_on_stderr
 from megagrid.train.metrics import StepRecord
 
 RUN_ID_FILE = "wandb-run-id"
@@ -27,11 +27,6 @@ RUN_ID_FILE = "wandb-run-id"
 
 LARGEST_BACKLOG = 10_000
 """Records that wait for wandb before it is given up."""
-
-
-def warn_on_stderr(message: str) -> None:
-    """Say `message` where it can't be mistaken for a row of the table."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 class WandbTracker:

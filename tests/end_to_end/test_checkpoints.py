@@ -1,6 +1,6 @@
 """What a run saves and what it refuses to start from.
 
-Rows C8, C10, C12, C13, C16 and A17 of the faults that other trainers have had.
+Rows C8, C10, C12, C13, C16, C17, A17 and H4 of the faults that other trainers have had.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.end_to_end.t0 import (
     TP2DP2,
     TP2PP2,
     Training,
+    assert_parity,
     has_begun,
     merged,
     name_of,
@@ -56,6 +57,18 @@ def test_every_tensor_is_saved_whatever_the_grid(trainer, tied):
     for placement, keys in ((PP2, {}), (TP2PP2, SP), (TP2DP2, {})):
         training = trainer.train(placement, keys, tied, {"train": {"steps": 1}})
         assert saved(training, 1) == expected, name_of(placement)
+
+
+@pytest.mark.parametrize("tied", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_rows_that_pad_the_vocabulary_stay_out_of_checkpoint_and_loss(trainer, tied, multiple):
+    """H4: 61 rows are saved, whether tp ranks hold 62 of them or 256."""
+    padded = {"model": {"make_vocab_size_divisible_by": multiple}}
+    training = trainer.train(TP2, tied, padded)
+    for name in ("embedding.weight",) if tied else ("embedding.weight", "head.weight"):
+        for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq."):
+            assert training.tensors(8)[prefix + name].shape == (61, 32)
+    assert_parity(training.records, trainer.reference(tied).records)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,22 @@ def test_a_checkpoint_of_another_width_is_refused_with_exit_2(trainer, cli):
     keys = merged({"model": {"ffn_hidden_size": 32}}, resume(trainer.reference()))
     line = cli.mistake("train", cli.recipe(ALONE, keys))
     assert "layers.0.mlp.up.weight (64, 32) instead of (32, 32)" in line
+
+
+def test_a_file_that_a_rank_has_written_and_that_is_gone_is_named(trainer, cli):
+    """C17: by every rank of another grid, and by the command line."""
+    former = trainer.train(TP2DP2, {"train": {"steps": 1}})
+    files = sorted(former.checkpoint(1).glob("*.safetensors"))
+    assert len(files) == 2 * TP2DP2.world_size
+    for path in files:
+        hidden = path.rename(path.with_suffix(".hidden"))
+        missing = f"{former.checkpoint(1)} is damaged: {path.name} is missing"
+        assert missing in cli.mistake("train", cli.recipe(ALONE, resume(former, 1)))
+        assert missing in cli.mistake("ckpt", "verify", str(former.checkpoint(1)))
+        (error,) = trainer.attempt(PP2, resume(former, 1)).errors
+        assert error.startswith("CheckpointError: ") and missing in error
+        hidden.rename(path)
+    assert not has_begun(cli.run_folder)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file", "an empty folder"])
@@ -220,7 +249,7 @@ def save_with_a_nan(run: Run) -> None:
     """Leave a checkpoint that no run of megagrid would: its weights have a NaN."""
     run.run()
     run.engine.shards[0].tensor.view(-1)[0] = torch.nan
-    run._save_if_due()
+    run.save()
 
 
 def test_a_run_from_weights_with_a_nan_exits_2_and_its_checkpoint_stays_the_latest(trainer, cli):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrid.checkpoint import find_checkpoint, newest_first
 from megagrid.config.dump import dump
 from megagrid.errors import CheckpointError
 from megagrid.grid.placement import Placement
@@ -139,7 +140,10 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_run_goes_on_from_there(job, 
     os.kill(killed.ranks()[-1], signal.SIGKILL)
     ended = killed.end()
     assert ended.code == 1
-    assert ended.err.splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+    *alone, last = ended.err.splitlines()
+    assert last == "error: rank 1 was ended by SIGKILL"
+    for line in alone:  # none if the launcher ends rank 0 before it has noticed
+        assert line.startswith("rank 0 (pp0 dp0 cp0 tp0) lost a peer")
     assert "left\n" in ended.out
 
     folder = {"logging": {"run_dir": str(killed.folder / "run")}}
@@ -188,13 +192,71 @@ def test_a_fault_without_an_interrupt_stays_what_it_is():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.slow
-def test_ranks_end_when_their_launcher_is_killed(job):
-    orphaned = job(TP2, ENDLESS).start()
+UNSAVED = {"train": {"steps": 10**6}, "checkpoint": {"save_at_end": False}}
+"""Without end and, unless a signal asks for it, without a checkpoint."""
+
+
+def saved_steps(stopped: Job) -> list[int]:
+    """Steps of the sound checkpoints of a run, newest first."""
+    checkpoints = stopped.folder / "run" / "checkpoints"
+    found = newest_first(checkpoints)
+    assert find_checkpoint("latest", checkpoints).skipped == ()
+    return [folder.step for folder in found]
+
+
+@pytest.mark.parametrize("hit", ["the launcher", "the last rank", "all of them, twice"])
+def test_a_signal_to_any_process_saves_the_last_step_and_exits_75(job, hit):
+    """C18."""
+    stopped = job(DP2, UNSAVED).start()
+    stopped.wait_for_step(2)
+    if hit == "the launcher":
+        stopped.signal(signal.SIGTERM)
+    elif hit == "the last rank":
+        os.kill(stopped.ranks()[-1], signal.SIGUSR1)
+    else:
+        for _ in range(2):
+            for pid in stopped.pids():
+                os.kill(pid, signal.SIGTERM)
+    ended = stopped.end()
+    assert (ended.code, ended.err) == (75, "")
+    (step,) = saved_steps(stopped)
+    assert [r.step for r in read_records(stopped.folder / "run" / "metrics.jsonl")][-1] == step
+    assert ended.out.splitlines()[-1] == (
+        f"a signal has asked the run to stop: it is saved after step {step} of 1000000; go on "
+        "with checkpoint.resume=latest"
+    )
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(job):
+    orphaned = job(TP2, UNSAVED).start()
     orphaned.wait_for_step(2)
     assert len(orphaned.ranks()) == 2
     orphaned.signal(signal.SIGKILL)
     assert orphaned.end().code == -signal.SIGKILL
+    assert len(saved_steps(orphaned)) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_end_its_step_is_killed_after_the_time_it_has_for_that(job):
+    """Its peer stands still, so that no step of it will end."""
+    stuck = job(TP2, UNSAVED).start("checkpoint.seconds_to_stop=2")
+    stuck.wait_for_step(2)
+    os.kill(stuck.ranks()[-1], signal.SIGSTOP)
+    stuck.signal(signal.SIGTERM)
+    ended = stuck.end()
+    assert (ended.code, ended.err) == (143, "")
+
+
+def test_an_interrupt_waits_for_the_save_behind_the_training(job):
+    """A checkpoint that is begun becomes whole, without a word."""
+    interrupted = job(DP2, ENDLESS).start("checkpoint.async_save=true")
+    interrupted.wait_for_step(3)
+    interrupted.signal(signal.SIGINT)
+    ended = interrupted.end()
+    assert (ended.code, ended.err) == (130, "")
+    folders = (interrupted.folder / "run" / "checkpoints").iterdir()
+    assert not [path for path in folders if path.suffix]
+    assert saved_steps(interrupted)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -213,7 +275,8 @@ def test_two_runs_at_once_on_one_host_both_equal_one_process(job, trainer):
         ended = one.end()
         assert (ended.code, ended.err) == (0, "")
         assert_parity(read_records(one.folder / "run" / "metrics.jsonl"), reference)
-        losses = [line.split()[2] for line in ended.out.splitlines()[1:]]
+        rows = [line for line in ended.out.splitlines()[1:] if not line.startswith("saved")]
+        losses = [line.split()[2] for line in rows]
         assert losses == [f"{record.loss:.4f}" for record in reference]
 
 

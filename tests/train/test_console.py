@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megagrid.train.console import ConsoleTable, TimeLeft, format_duration
+from megagrid.train.console import ConsoleTable, TimeLeft, format_duration, save_line
+from megagrid.train.metrics import SaveRecord
 from tests.train.test_metrics import Clock, record
 
 
@@ -80,3 +81,19 @@ def test_time_left_follows_the_recent_steps_pauses_between_them_included():
 )
 def test_durations_read_at_a_glance(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (999, "999 B"),
+        (999_600, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (840 * 10**9, "840 GB"),
+        (2 * 10**13, "20 TB"),
+    ],
+)
+def test_a_save_is_told_in_one_line(size, text):
+    save = SaveRecord(step=7, is_async=True, pause_s=0.25, seconds=2.0, bytes=size, gb_per_s=0.5)
+    expected = f"saved step 7: {text} in 2.00 s, 0.5 GB/s; training paused for 0.250 s"
+    assert save_line(save) == expected

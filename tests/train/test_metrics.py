@@ -1,12 +1,19 @@
 """The metrics file is one continuous record per step, whatever happened to the run."""
 
+import errno
 import json
 import math
 
 import pytest
 
 from megagrid.errors import DataError
-from megagrid.train.metrics import MetricsLog, StepRecord, Stopwatch, read_records
+from megagrid.train.metrics import (
+    MetricsLog,
+    SaveRecord,
+    StepRecord,
+    Stopwatch,
+    read_records,
+)
 
 
 def record(step: int, **values) -> StepRecord:
@@ -48,6 +55,62 @@ def test_each_line_is_on_disk_once_written(tmp_path):
     log.write(record(1))
     assert read_records(tmp_path / "metrics.jsonl") == [record(1)]
     log.close()
+
+
+class FullDisk:
+    """A file that takes `room` bytes, and more once there is more room."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = data[: self.room]
+        self.room -= len(written)
+        self.content += written
+        return len(written)
+
+    def close(self) -> None:
+        """Nothing waits in it."""
+
+
+def test_lines_wait_for_a_disk_that_is_full(tmp_path):
+    """Not a byte is lost or written twice, and it is told once each time."""
+    warnings: list[str] = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)
+    disk = log._file = FullDisk(room=30)
+    for step in (1, 2, 3):
+        log.write(record(step))
+    assert disk.content == record(1).to_json().encode()[:30]
+    disk.room = 10**6
+    log.write(record(4))
+    expected = [record(step).to_json().encode() for step in (1, 2, 3, 4)]
+    assert disk.content.splitlines() == expected
+    disk.room = 0
+    log.write(record(5))
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    waits = f"{path}: No space left on device; its lines wait in memory"
+    assert warnings == [waits, waits, f"{path}: No space left on device; its last lines are lost"]
+
+
+def test_saves_are_records_too(tmp_path):
+    saves = [
+        SaveRecord(step=n, is_async=True, pause_s=0.1, seconds=2.0, bytes=10**9, gb_per_s=0.5)
+        for n in (1, 2, 3)
+    ]
+    path = tmp_path / "saves.jsonl"
+    for resume_step, made in ((0, saves), (1, saves[1:])):
+        log = MetricsLog(path, resume_step, SaveRecord)
+        for save in made:
+            log.write(save)
+        log.close()
+    assert read_records(path, SaveRecord) == saves
+    path.write_text("{}\n{}\n")
+    with pytest.raises(DataError, match=r"saves.jsonl:1: not a save's record"):
+        read_records(path, SaveRecord)
 
 
 def test_resume_leaves_one_record_per_step(tmp_path):

@@ -50,7 +50,7 @@ def steps_of(folder: Path) -> list[int]:
 def test_a_run_leaves_its_config_its_records_and_its_last_checkpoint(folder):
     run = train(folder)
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    assert found == {"config.toml", "metrics.jsonl", "checkpoints"}
+    assert found == {"config.toml", "metrics.jsonl", "saves.jsonl", "checkpoints"}
     assert load(folder / "config.toml") == run.config
     assert load(folder / "checkpoints/step-00000003/config.toml") == run.config
     assert steps_of(folder) == [1, 2, 3]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,8 +18,14 @@ from megagrid.grid.placement import Placement
 from megagrid.nn.layout import parameter_shards
 from megagrid.train.build import Engine, build_engine, build_whole_model
 from megagrid.train.metrics import Stopwatch
-from megagrid.train.step import StepResult, apply_gradients, compute_gradients, evaluate
-from tests.end_to_end.t0 import DROPOUT, GPT, Sections, merged, t0
+from megagrid.train.step import (
+    News,
+    StepResult,
+    apply_gradients,
+    compute_gradients,
+    evaluate,
+)
+from tests.end_to_end.t0 import DP2, DROPOUT, GPT, PP2, TP2, Sections, merged, name_of, t0
 
 SEQ, VOCAB = 32, 61
 
@@ -77,6 +84,27 @@ def test_a_step_is_the_mean_over_the_tokens_of_the_batch(family, micro):
     assert result.loss == pytest.approx(loss, abs=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-4)
     assert len(result.peak_memory_bytes) == 1
+
+
+def tell_and_hear(placement: Placement, news: Mapping[int, News]) -> News:
+    """A step in which ranks have news."""
+    config = t0("unused", placement)
+    engine = build_engine(config, build_grid(placement, dist.get_rank(), "cpu", 2))
+    batches = cut(whole_batch(8 // placement.dp), 2)
+    mine = news.get(dist.get_rank(), News())
+    return compute_gradients(engine, batches, 1, Stopwatch(), None, lambda: mine).news
+
+
+@pytest.mark.parametrize("placement", [TP2, PP2, DP2], ids=name_of)
+@pytest.mark.parametrize(
+    "news",
+    [{}, {1: News(stop=True)}, {0: News(save_failed=True)}, {0: News(True), 1: News(True, True)}],
+    ids=["none", "stop", "save failed", "both"],
+)
+def test_what_one_rank_tells_all_hear_at_the_end_of_the_step(ranks, placement, news):
+    told = news.values()
+    expected = News(any(one.stop for one in told), any(one.save_failed for one in told))
+    assert ranks.run(tell_and_hear, placement, news, world_size=2) == [expected] * 2
 
 
 def test_a_step_without_a_valid_token_has_no_gradient():
