@@ -227,12 +227,15 @@ def _diff(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {arguments.limit} must be 0 or more")
     a, b = (TensorReader(*_choose_whole(path)) for path in (arguments.a, arguments.b))
     print(f"A  {a.folder}\nB  {b.folder}", flush=True)
-    weights_only = arguments.weights_only
     with ProgressBar(_bytes(a.manifest) + _bytes(b.manifest), vanishes=True) as progress:
         found = compare(
-            a, b, tolerance=arguments.tolerance, weights_only=weights_only, progress=progress
+            a,
+            b,
+            tolerance=arguments.tolerance,
+            weights_only=arguments.weights_only,
+            progress=progress,
         )
-    for line in report(found, limit=arguments.limit, weights_only=weights_only):
+    for line in report(found, arguments.limit):
         print(line)
     return 0 if found.is_equal else DIFFERENT
 

@@ -92,6 +92,7 @@ class Comparison:
     """All that differs.
 
     Attributes:
+        tolerance, weights_only: how it was looked for, see `compare`.
         weights, states: of the model and of its optimizer, in the model's order.
         num_weights, num_states: how many were compared.
         trainer: keys of the trainer's state.
@@ -99,6 +100,8 @@ class Comparison:
             doesn't make a checkpoint another one.
     """
 
+    tolerance: float = 0.0
+    weights_only: bool = False
     num_weights: int = 0
     num_states: int = 0
     weights: list[TensorDifference] = field(default_factory=list)
@@ -129,7 +132,7 @@ def compare(
     Raises:
         CheckpointError: one of them is damaged.
     """
-    found = Comparison()
+    found = Comparison(tolerance, weights_only)
     names = a.manifest.tensors.keys() | b.manifest.tensors.keys()
     for name in sorted(names, key=model_order):
         is_state = name.startswith(OPTIMIZER_PREFIX)
@@ -324,15 +327,18 @@ def _compare_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[KeyDiffere
 # --- In words ------------------------------------------------------------------------------------
 
 
-def report(found: Comparison, *, limit: int, weights_only: bool = False) -> Iterator[str]:
+def report(found: Comparison, limit: int) -> Iterator[str]:
     """The comparison in lines; of each kind of tensor the first `limit` that differ."""
-    if not weights_only:
+    if not found.weights_only:
         yield from _report_keys("recipe", found.config, ", which doesn't count")
         yield from _report_keys("trainer's state", found.trainer, "")
     yield from _report_tensors("weights", found.weights, found.num_weights, limit)
-    if not weights_only:
+    if not found.weights_only:
         yield from _report_tensors("optimizer states", found.states, found.num_states, limit)
-    yield "A and B are equal" if found.is_equal else "A and B differ"
+    within = (
+        f", to within {found.tolerance:g} of each tensor's largest value" if found.tolerance else ""
+    )
+    yield f"A and B are equal{within}" if found.is_equal else "A and B differ"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -67,7 +67,7 @@ def test_a_model_is_equal_to_itself_on_any_other_grid(
     found = compared(save_grid(tmp_path / "a", a), save_grid(tmp_path / "b", b))
     assert found.is_equal
     assert (found.num_weights, found.num_states) == (11, 22)
-    assert list(report(found, limit=10))[-1] == "A and B are equal"
+    assert list(report(found, 10))[-1] == "A and B are equal"
 
 
 def test_one_value_of_one_rank_is_found_by_its_global_index(tmp_path: Path) -> None:
@@ -154,6 +154,8 @@ def test_a_tolerance_is_relative_to_the_largest_of_the_tensor(tmp_path: Path) ->
         folder = tmp_path / str(tolerance)
         found = compared_tensors(folder, {"w": a}, {"w": b}, tolerance=tolerance)
         assert sum(each.values.count for each in found.weights) == count, tolerance
+    end = "A and B are equal, to within 0.0002 of each tensor's largest value"
+    assert list(report(found, 10))[-1] == end
 
 
 def test_what_one_lacks_or_has_in_another_shape_or_dtype_is_named(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_states_and_recipes_are_compared_key_by_key(tmp_path: Path) -> None:
         ("parallel.x.y", "[1]", ""),
     ]
     assert not found.is_equal
-    assert compared(a, b, weights_only=True) == Comparison(num_weights=1)
+    assert compared(a, b, weights_only=True) == Comparison(weights_only=True, num_weights=1)
 
 
 def test_recipes_alone_make_no_difference(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from megagrid.checkpoint import Entry, entries, load_trainer_state, save
 from megagrid.checkpoint.command import verify_checkpoint
-from megagrid.checkpoint.manifest import read_manifest
+from megagrid.checkpoint.manifest import Manifest, read_manifest
 from megagrid.checkpoint.reader import TensorReader
 from megagrid.checkpoint.reshard import reshard
 from megagrid.cli import main
@@ -271,6 +272,34 @@ def test_weights_alone_stay_weights_alone(tmp_path: Path) -> None:
     assert written.tensors.keys() == source.manifest.tensors.keys()
     with pytest.raises(CheckpointError, match="it lacks optimizer"):
         reshard(source, tmp_path / "more", ranks_of(TWO), config="")
+
+
+def test_the_command_reshards_weights_alone(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    copy = shutil.copytree(source, tmp_path / "copy")
+    manifest = read_manifest(copy)
+    files, tensors = (
+        {name: value for name, value in whole.items() if not name.startswith("optimizer")}
+        for whole in (manifest.files, manifest.tensors)
+    )
+    (copy / "manifest.json").write_bytes(Manifest(manifest.step, files, tensors).to_bytes())
+    out = tmp_path / "out"
+    assert main(["ckpt", "reshard", str(copy), str(out), "parallel.tensor_parallel_size=4"]) == 0
+    assert not [name for name in names_in(out) if name.startswith("optimizer")]
+    assert main(["ckpt", "diff", str(copy), str(out)]) == 0
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    source, out = saved(tmp_path), tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"writing .*out failed: .*: File too large"):
+            reshard(source, out, ranks_of(TWO), config="")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("out*"))
 
 
 # torch's thread pool doesn't survive a fork; nothing here starts a thread.
