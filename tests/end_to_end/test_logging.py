@@ -138,7 +138,8 @@ def test_steps_after_the_checkpoint_are_recorded_once(trainer, placement):
 
 def table(training: Training, rank: int = 0) -> list[dict[str, str]]:
     """The rows that a rank printed, without what was measured."""
-    header, *rows = (line.split() for line in training.ranks[rank].output.splitlines())
+    lines = training.ranks[rank].output.splitlines()
+    header, *rows = (line.split() for line in lines if not line.startswith("saved step "))
     assert header[:3] == ["step", "done", "loss"]
     return [dict(zip(header[:3], row, strict=False)) for row in rows]
 
