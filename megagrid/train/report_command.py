@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import fmean
 
+from megagrid.config.arguments import path_argument
 from megagrid.errors import DataError
 from megagrid.pipeline.schedules import (
     Action,
@@ -39,7 +39,12 @@ LEAST_SECONDS = 1e-9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid report` takes."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's folder, trained with logging.trace_interval")
+    add(
+        "run",
+        type=path_argument,
+        metavar="RUN",
+        help="a run's folder, trained with logging.trace_interval",
+    )
     add("--step", type=int, metavar="N", help="the last one traced, unless stated")
     add_picture_options(parser, "both steps")
     add(
