@@ -25,8 +25,8 @@ class RankEnvironment:
         local_rank: number among the ranks of its node, `local_world_size` of them.
         node: number of its node.
         master_address, master_port: where rank 0 listens; None for a run of one.
-        launcher_reports: whether the launcher tells the user of a rank's mistake, as
-            `megagrid train` does. Under any other, rank 0 tells it.
+        launcher: process id of the `megagrid train` that started the rank and tells the user of
+            its mistakes. None under any other launcher, where rank 0 tells them.
         error_file: where torchrun's agent looks for the reason why the rank ended.
     """
 
@@ -37,7 +37,7 @@ class RankEnvironment:
     node: int = 0
     master_address: str | None = None
     master_port: int | None = None
-    launcher_reports: bool = False
+    launcher: int | None = None
     error_file: str | None = None
 
 
@@ -69,7 +69,7 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         node=_number(environ, "GROUP_RANK", default=rank // local_world_size),
         master_address=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
-        launcher_reports=LAUNCHER in environ,
+        launcher=_number(environ, LAUNCHER) if LAUNCHER in environ else None,
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
     )
 
@@ -83,7 +83,15 @@ def environment_for_ranks(
     threads fight for cores are many times slower. A stated OMP_NUM_THREADS wins.
     """
     threads = max(1, cores() // local_world_size)
-    return {"OMP_NUM_THREADS": str(threads), **environ, LAUNCHER: "1"}
+    return {"OMP_NUM_THREADS": str(threads), **environ}
+
+
+def become_launcher() -> None:
+    """Leave word in the environment, which ranks inherit, that this process is their launcher.
+
+    A rank can't find out by itself: its parent may have been killed before it could ask.
+    """
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 def cores() -> int:

@@ -93,13 +93,12 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     ranks record, or by rank 0 where the launcher doesn't know us.
     """
     environment = bootstrap.read()
-    launcher = os.getppid()
     stop = StopRequest()
     try:
         config = load_recipe(arguments)
         check(config, environment.world_size)
-        if environment.launcher_reports:
-            end_with_launcher(launcher, config.checkpoint.seconds_to_stop)
+        if environment.launcher is not None:
+            end_with_launcher(environment.launcher, config.checkpoint.seconds_to_stop)
         elif environment.rank == 0:
             _warn(config)
         code = _train(config, stop)
@@ -109,7 +108,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     except MegagridError as error:
         if environment.error_file is not None:
             record_mistake(error, environment.error_file)
-        if environment.rank == 0 and not environment.launcher_reports:
+        if environment.rank == 0 and environment.launcher is None:
             raise
         return USER_MISTAKE
 

@@ -109,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     count, seconds_to_stop, *arguments = argv
+    bootstrap.become_launcher()
     # Failures are reported below, once and in a line; torchrun's own report is a page.
     logging.disable(logging.ERROR)
     # torchrun leaves its folder for what ranks record behind, wherever it is, so it gets a

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,8 +87,12 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         """Until the run has recorded `step`."""
         metrics = self.folder / "run" / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and len(read_records(metrics)) >= step)
+
+    def wait_until(self, event: Callable[[], bool]) -> None:
+        """Until `event` is so, while the command runs."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (metrics.exists() and len(read_records(metrics)) >= step):
+        while not event():
             assert self._process.poll() is None, (self.folder / "err").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -204,19 +208,17 @@ def saved_steps(stopped: Job) -> list[int]:
     return [folder.step for folder in found]
 
 
-@pytest.mark.parametrize("hit", ["the launcher", "the last rank", "all of them, twice"])
+@pytest.mark.parametrize("hit", ["the launcher, twice", "the last rank"])
 def test_a_signal_to_any_process_saves_the_last_step_and_exits_75(job, hit):
     """C18."""
     stopped = job(DP2, UNSAVED).start()
     stopped.wait_for_step(2)
-    if hit == "the launcher":
-        stopped.signal(signal.SIGTERM)
-    elif hit == "the last rank":
+    if hit == "the last rank":
         os.kill(stopped.ranks()[-1], signal.SIGUSR1)
     else:
-        for _ in range(2):
-            for pid in stopped.pids():
-                os.kill(pid, signal.SIGTERM)
+        stopped.signal(signal.SIGTERM)
+        time.sleep(0.1)
+        stopped.signal(signal.SIGTERM)
     ended = stopped.end()
     assert (ended.code, ended.err) == (75, "")
     (step,) = saved_steps(stopped)
@@ -234,6 +236,15 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(job):
     orphaned.signal(signal.SIGKILL)
     assert orphaned.end().code == -signal.SIGKILL
     assert len(saved_steps(orphaned)) == 1
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed_before_they_can_ask_for_it(job):
+    orphaned = job(TP2, ENDLESS).start()
+    orphaned.wait_until(lambda: len(orphaned.ranks()) == 2)
+    orphaned.signal(signal.SIGKILL)
+    assert orphaned.end().code == -signal.SIGKILL
+    assert not has_begun(orphaned.folder / "run")
 
 
 @pytest.mark.slow

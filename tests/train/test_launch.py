@@ -85,13 +85,11 @@ def test_a_rank_starts_no_ranks(tmp_path, launched, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "launcher_reports", "tells"),
-    [(0, False, True), (1, False, False), (0, True, False), (1, True, False)],
+    ("rank", "launcher", "tells"),
+    [(0, None, True), (1, None, False), (0, os.getppid(), False), (1, os.getppid(), False)],
 )
-def test_a_mistake_of_all_ranks_is_told_once(
-    tmp_path, capsys, monkeypatch, rank, launcher_reports, tells
-):
-    environment = bootstrap.RankEnvironment(rank, 3, launcher_reports=launcher_reports)
+def test_a_mistake_of_all_ranks_is_told_once(tmp_path, capsys, monkeypatch, rank, launcher, tells):
+    environment = bootstrap.RankEnvironment(rank, 3, launcher=launcher)
     monkeypatch.setattr(bootstrap, "is_rank", lambda: True)
     monkeypatch.setattr(bootstrap, "read", lambda: environment)
     assert main(["train", str(recipe.write(tmp_path)), TP2]) == 2
@@ -204,7 +202,7 @@ def test_a_mistake_that_only_ranks_can_see_is_one_line_and_exit_2(tmp_path):
     recipe.write(tmp_path)
     agent = start(
         "megagrid.train.launch", "2", "600", "train", "recipe.toml",
-        "parallel.pipeline_parallel_size=4", folder=tmp_path, MEGAGRID_LAUNCHER="1",
+        "parallel.pipeline_parallel_size=4", folder=tmp_path,
     )  # fmt: skip
     out, err = agent.communicate(timeout=240)
     assert agent.returncode == 2
