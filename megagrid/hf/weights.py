@@ -11,6 +11,8 @@ says.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,43 +49,44 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
         self.stored: dict[str, Stored] = {}
         for file, names in _files(folder).items():
             self.stored |= self._look_into(file, names)
 
     def read(self, name: str, rectangle: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor `name`, or a rectangle of it; the rest of its file stays unread."""
-        handle = self._open(self.stored[name].file)
-        if rectangle is None:
-            return handle.get_tensor(name)
-        return handle.get_slice(name)[rectangle]
+        # Opened anew each time: files are mapped, and what has been read would count as memory for
+        # as long as they are.
+        with self._open(self.stored[name].file) as handle:
+            if rectangle is None:
+                return handle.get_tensor(name)
+            return handle.get_slice(name)[rectangle]
 
     def _look_into(self, file: str, names: list[str] | None) -> dict[str, Stored]:
         """What the header of `file` says of `names`; None: of all that it holds."""
-        handle = self._open(file)
-        held = set(handle.keys())
         found = {}
-        for name in sorted(held) if names is None else names:
-            if name not in held:
-                raise CheckpointError(
-                    f"{self.folder / file} lacks {name}, which {INDEX} says it holds; fetch the "
-                    "file again"
-                )
-            header = handle.get_slice(name)
-            found[name] = Stored(file, tuple(header.get_shape()), header.get_dtype())
+        with self._open(file) as handle:
+            held = set(handle.keys())
+            for name in sorted(held) if names is None else names:
+                if name not in held:
+                    raise CheckpointError(
+                        f"{self.folder / file} lacks {name}, which {INDEX} says it holds; fetch "
+                        "the file again"
+                    )
+                header = handle.get_slice(name)
+                found[name] = Stored(file, tuple(header.get_shape()), header.get_dtype())
         return found
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.folder / file
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing; {INDEX} names it") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} isn't a safetensors file: {error}") from None
-        return self._files[file]
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
+        path = self.folder / file
+        try:
+            with safe_open(path, framework="pt") as handle:
+                yield handle
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; {INDEX} names it") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} isn't a safetensors file: {error}") from None
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:

@@ -75,7 +75,8 @@ def _tokenizer(checkpoint: Path):
             "`megagrid convert to-hf` makes"
         )
     raise CheckpointError(
-        f"{checkpoint} has no tokenizer: it was trained on synthetic tokens, which are no text"
+        f"{checkpoint} has no tokenizer: it was trained on synthetic tokens, which are no text, or "
+        "came without one"
     )
 
 
