@@ -68,7 +68,7 @@ def run_on_a_slow_disk(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "keys"),
-    [(ALONE, {}), (DP2, merged(GPT, DROPOUT)), (TP2PP2, {})],
+    [(ALONE, {}), (TP2PP2, merged(GPT, DROPOUT))],
     ids=lambda value: name_of(value) if not isinstance(value, dict) else "",
 )
 def test_a_save_behind_the_training_is_the_one_that_would_have_been_made_at_once(
@@ -202,7 +202,7 @@ def run_with_the_last_unsaved(run: Run) -> None:
         run.run()
 
 
-GRIDS = pytest.mark.parametrize("placement", [ALONE, DP2, TP2PP2], ids=name_of)
+GRIDS = pytest.mark.parametrize("placement", [ALONE, TP2PP2], ids=name_of)
 
 
 def told(training: Training, step: int) -> str:

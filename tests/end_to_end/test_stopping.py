@@ -20,6 +20,7 @@ from megagrid.exit_codes import STOPPED
 from megagrid.train import run as run_module
 from megagrid.train import saving
 from megagrid.train.run import Run
+from megagrid.train.stopping import SIGNALS
 from tests.end_to_end.t0 import (
     ALONE,
     DP2,
@@ -70,6 +71,10 @@ class SignalAt:
             yield
 
 
+SAVING = SignalAt("save_checkpoint", 1, module="saving")
+"""In the run's first save."""
+
+
 @dataclass(frozen=True)
 class RunWith:
     """Train, and get signals on the way; returns the exit code."""
@@ -96,9 +101,17 @@ def codes(training: Training) -> set[int]:
     return {report.result for report in training.ranks}
 
 
-@pytest.mark.parametrize("mode", [{}, ASYNC], ids=["at once", "behind"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize(("placement", "rank"), [(ALONE, 0), (TP2PP2, 0), (TP2PP2, 3), (DP2, 1)])
+@pytest.mark.parametrize(
+    ("placement", "rank", "number", "mode"),
+    [
+        (ALONE, 0, signal.SIGTERM, {}),
+        (ALONE, 0, signal.SIGUSR1, ASYNC),
+        (DP2, 1, signal.SIGTERM, ASYNC),
+        (TP2PP2, 0, signal.SIGTERM, ASYNC),
+        (TP2PP2, 3, signal.SIGUSR1, {}),
+    ],
+    ids=["alone", "alone-behind", "dp2-behind", "tp2pp2-behind", "tp2pp2"],
+)
 def test_a_signal_to_one_rank_saves_the_same_step_everywhere(
     trainer, placement, rank, number, mode
 ):
@@ -127,28 +140,27 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(trainer):
 
 
 @pytest.mark.parametrize(
-    ("signals", "step"),
+    ("signals", "step", "mode"),
     [
         # Behind the first step's numbers, in which it would have told the others.
-        ([SignalAt("apply_gradients", 1)], 2),
-        ([SignalAt("evaluate", 1)], 3),
-        ([SignalAt("evaluate", 2, rank=0)], 5),
-        ([SignalAt("save_checkpoint", 1, module="saving")], 4),
-        ([SignalAt("compute_gradients", 2, n) for n in (0, 1)], 2),
-        ([SignalAt("compute_gradients", 2), SignalAt("save_checkpoint", 1, module="saving")], 2),
-        ([SignalAt("compute_gradients", 2, number=s) for s in (signal.SIGTERM, signal.SIGUSR1)], 2),
+        ([SignalAt("apply_gradients", 1)], 2, {}),
+        ([SignalAt("evaluate", 1, rank=0)], 3, {}),
+        ([SAVING], 4, {}),
+        ([SignalAt("compute_gradients", 2, n) for n in (0, 1)], 2, ASYNC),
+        ([SignalAt("compute_gradients", 2), SAVING], 2, {}),
+        ([SignalAt("compute_gradients", 2), SAVING], 2, ASYNC),
+        ([SignalAt("compute_gradients", 2, number=n) for n in SIGNALS], 2, {}),
     ],
     ids=[
         "update",
         "evaluation",
-        "later evaluation",
         "save",
         "both ranks",
         "again in its save",
+        "again in its save behind",
         "both signals",
     ],
 )
-@pytest.mark.parametrize("mode", [{}, ASYNC], ids=["at once", "behind"])
 def test_a_signal_at_any_other_time_waits_for_the_next_step(trainer, signals, step, mode):
     keys = {
         "evaluation": {"interval": 2, "batches": 1},
@@ -197,8 +209,9 @@ def run_with_a_full_disk(run: Run) -> int:
         return run_with(SignalAt("compute_gradients", 3))(run)
 
 
-@pytest.mark.parametrize("policy", ["end", "continue"])
-@pytest.mark.parametrize("mode", [{}, ASYNC], ids=["at once", "behind"])
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("end", ASYNC), ("continue", {}), ("continue", ASYNC)]
+)
 def test_a_run_that_stops_unsaved_says_so_and_nothing_else(trainer, policy, mode):
     keys = {"checkpoint": {"on_failed_save": policy}}
     ended = trainer.attempt(DP2, keys, mode, work=run_with_a_full_disk)
@@ -211,10 +224,10 @@ def test_a_run_that_stops_unsaved_says_so_and_nothing_else(trainer, policy, mode
 
 def handlers_in_and_after_the_block(run: Run) -> list[bool]:
     """Whether signals are taken for requests."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with run._stop.by_signals():
-        inside = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+        inside = [signal.getsignal(number) for number in SIGNALS]
+    after = [signal.getsignal(number) for number in SIGNALS]
     return [before == after, before != inside, run._stop.is_made]
 
 
