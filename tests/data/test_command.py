@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrid.cli import main
 from megagrid.data.command import add_arguments, run
 from megagrid.errors import DataError
 from tests.data.files import TEXT
@@ -96,20 +97,12 @@ def test_the_data_layer_imports_no_torch():
     assert done.stdout == "True\n"
 
 
-def test_the_verb_answers_a_bad_line_with_one_line_and_status_2(tmp_path):
+def test_the_verb_answers_a_bad_line_with_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    arguments = [
-        "--input",
-        tmp_path / "a.jsonl",
-        "--output",
-        tmp_path / "o",
-        "--tokenizer",
-        "bytes",
-    ]
-    command = [sys.executable, "-m", "megagrid", "data", "prepare", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    paths = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "o")]
+    assert main(["data", "prepare", *paths, "--tokenizer", "bytes"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert "a.jsonl:2: not a line of JSON" in line

@@ -1,6 +1,4 @@
 import argparse
-import subprocess
-import sys
 
 import pytest
 
@@ -75,15 +73,3 @@ def test_sizes_beside_a_file_are_refused(tmp_path):
     run(f"GPipe --save {tmp_path}/saved")
     with pytest.raises(ScheduleError, match="says its sizes"):
         run(f"--file {tmp_path}/saved --microbatches 3")
-
-
-def test_schedules_are_made_checked_and_drawn_without_torch():
-    program = (
-        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "import argparse\n"
-        "from megagrid.pipeline.schedules import command\n"
-        "parser = argparse.ArgumentParser()\n"
-        "command.add_arguments(parser)\n"
-        "sys.exit(command.run(parser.parse_args(['ZBV', '--draw', '--tied'])))\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
