@@ -143,9 +143,14 @@ class Plant:
 
 
 MQA = LLAMA.having(("model.num_kv_heads", 1))
+HEAD_NORMS = LLAMA.having(("model.qk_norm", True), ("model.head_dim", 8))
 
 PLANTS = [
     Plant(norms_not_summed, Case(LLAMA, Placement(tp=2), 4, (SP,)), "norm.weight.* differ between"),
+    # Norms of heads are summed without sequence parallelism too.
+    Plant(
+        norms_not_summed, Case(HEAD_NORMS, Placement(tp=2), 4), "[qk]_norm.weight.* differ between"
+    ),
     Plant(shared_heads_not_summed, Case(MQA, Placement(tp=2), 4), "w[kv].weight.* differ between"),
     Plant(
         tied_ends_not_summed,
