@@ -136,8 +136,9 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Enough for the run not to end before it has been killed for the last time."""
-        return self.save_interval * (2 + sum(strike.after + 2 for strike in self.strikes))
+        """Enough for the run not to end before its last kill: but for a few, a life completes at
+        most one save more than it waits for."""
+        return self.save_interval * (4 + sum(strike.after + 1 for strike in self.strikes))
 
     @property
     def config(self) -> Config:
@@ -161,7 +162,7 @@ class Setting:
             train={
                 "seq_length": 32,
                 "micro_batch_size": 1,
-                "global_batch_size": 2 * self.layout.pp * self.layout.dp,
+                "global_batch_size": self.layout.pp * self.layout.dp,
                 "steps": self.steps,
                 "device": "cpu",
             },
@@ -231,14 +232,17 @@ class RunFolder:
         steps = [int(found[1]) for name in self.names() if (found := re.fullmatch(STEP, name))]
         return max(steps, default=0)
 
-    @property
-    def is_saving(self) -> bool:
-        return any(name.endswith(PARTIAL) for name in self.names())
+    def unfinished(self) -> set[tuple[str, int]]:
+        """Folders of checkpoints that are on their way in or out: name, and when it last changed.
 
-    @property
-    def unfinished(self) -> list[str]:
-        """Folders of checkpoints that are on their way in or out."""
-        return [name for name in self.names() if is_step_name(name) and Path(name).suffix]
+        What a dead run has left lies there, unchanged, until the next save.
+        """
+        found = set()
+        for name in self.names():
+            if is_step_name(name) and Path(name).suffix:
+                with contextlib.suppress(FileNotFoundError):
+                    found.add((name, (self.checkpoints / name).stat().st_ctime_ns))
+        return found
 
     def sound_step(self) -> int:
         """Of the checkpoint that a run would go on from; 0 without one.
@@ -314,6 +318,7 @@ class Life:
         self.log = folder / f"{name}.log"
         self.mark = uuid.uuid4().hex
         self.first_step = run.complete_step
+        self._left_by_others = run.unfinished()
         self.records_at = run.written_at()
         temporary = folder / "temporary"  # what a killed launcher leaves in it goes with the folder
         temporary.mkdir(exist_ok=True)
@@ -328,6 +333,14 @@ class Life:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def unfinished(self) -> list[str]:
+        """Folders that this life has begun to write, or to remove."""
+        return sorted(name for name, _ in self.run.unfinished() - self._left_by_others)
+
+    @property
+    def is_saving(self) -> bool:
+        return any(name.endswith(PARTIAL) for name in self.unfinished())
 
     def pids(self) -> list[int]:
         """All processes of this life: each carries its mark."""
@@ -437,7 +450,7 @@ MOMENTS = {
     # A little longer than a save lasts, for the renames and removals at its end.
     "save": Moment(
         0.65,
-        lambda life, target: life.run.complete_step >= target and life.run.is_saving,
+        lambda life, target: life.run.complete_step >= target and life.is_saving,
         lambda pace, interval: 1.2 * pace.save_s,
     ),
     "steps": Moment(
@@ -540,7 +553,7 @@ def leave_alone(folder: Path, run: RunFolder, mode: str, time_limit_s: float) ->
             now = time.monotonic()
             if first_record is None and has_line(run.metrics):
                 first_record = now - life.began
-            if run.is_saving:
+            if life.is_saving:
                 began = began or now
             elif began:
                 saves.append(now - began)
@@ -562,7 +575,7 @@ def _kill(life: Life, strike: Strike, pace: Pace, setting: Setting, time_limit_s
     life.wait(lambda: moment.begins(life, target), time_limit_s)
     time.sleep(strike.fraction * moment.seconds(pace, setting.save_interval))
     name, pids = victims(life, strike)
-    during_save, complete_step = life.run.is_saving, life.run.complete_step
+    during_save, complete_step = life.is_saving, life.run.complete_step
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -574,7 +587,7 @@ def _kill(life: Life, strike: Strike, pace: Pace, setting: Setting, time_limit_s
         strike=strike,
         victim=name,
         during_save=during_save,
-        left=life.run.unfinished,
+        left=life.unfinished(),
         complete_step=complete_step,
         found_step=found_step,
         steps_lost=_steps_lost(life, found_step),
