@@ -188,3 +188,14 @@ def test_importing_the_package_changes_nothing():
             assert isinstance(node, defines) or docstring or guard, (
                 f"megagrid.{name} line {node.lineno} acts when imported: {ast.unparse(node)}"
             )
+
+
+def test_transformers_is_an_oracle_of_the_tests_alone():
+    """Models are converted without it: it is no dependency of a run."""
+    for name in modules():
+        for node in ast.walk(syntax(name)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            roots = {imported.partition(".")[0] for imported in names}
+            assert "transformers" not in roots, f"megagrid.{name} line {node.lineno}"
