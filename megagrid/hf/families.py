@@ -182,6 +182,7 @@ _HARMLESS = frozenset(
         (
             # What it is called and was made by.
             "_name_or_path name_or_path architectures model_type transformers_version",
+            "is_llama_config transformers.js_config unsloth_version unsloth_fixed",
             # How it is stored and computed, not what.
             "dtype torch_dtype use_cache pretraining_tp gradient_checkpointing torchscript",
             "_attn_implementation attn_implementation _attn_implementation_autoset",
@@ -203,6 +204,7 @@ _UNWRITTEN = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
     "use_mrope": (False,),
+    "rope_interleaved": (False,),
 }
 
 
@@ -357,6 +359,7 @@ GPT2 = Family(
         ("embd_pdrop", "n_ctx", "reorder_and_upcast_attn"),
         ("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         ("summary_type", "summary_use_proj"),
+        ("n_special", "predict_special_tokens", "output_past", "_num_labels"),
     ),
     is_rotated=False,
 )

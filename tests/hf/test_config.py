@@ -267,6 +267,10 @@ REFUSED = {
         LLAMA32 | {"rope_parameters": {"rope_type": "default"}},
         ("rope_scaling and rope_parameters differ",),
     ),
+    "rotated in pairs of neighbours": (
+        LLAMA32 | {"rope_interleaved": True},
+        ("rope_interleaved=true isn't false",),
+    ),
     "rotated in part": (
         LLAMA32 | {"partial_rotary_factor": 0.5},
         ("partial_rotary_factor=0.5 isn't 1.0",),
@@ -321,3 +325,10 @@ def test_what_megagrid_does_not_compute_is_refused_by_key_and_value(raw, told):
 def test_an_unknown_key_passes_if_the_user_vouches_for_it_or_it_is_null():
     assert describe(LLAMA32 | {"mine": 1}, "config.json", ignored=["mine"]).model
     assert describe(LLAMA32 | {"mine": None}, "config.json").model
+
+
+def test_keys_that_others_leave_behind_are_no_obstacle():
+    left = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}}
+    assert describe(LLAMA32 | left, "config.json").model
+    left = {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1}
+    assert describe(GPT2 | left, "config.json").model
