@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 SESSIONS = re.findall(r"^```console\n\$ (megagrid .+)\n((?:.*\n)*?)^```$", README, re.MULTILINE)
 """(command, output) of each block that shows both."""
 
-TRAININGS = re.findall(r"^megagrid (train \$RECIPE.*)$", README, re.MULTILINE)
+TRAININGS = re.findall(r"^megagrid (train \$RECIPE(?:.*\\\n)*.*)$", README, re.MULTILINE)
 """What runs too long to be run again, but whose arguments can be read."""
 
 QUICK = ("grid", "schedule", "train")
@@ -39,7 +39,7 @@ def test_a_command_prints_what_is_shown_of_it(command, output, monkeypatch, caps
 def test_a_training_that_is_shown_has_a_recipe_that_may_run(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     recipe = re.search(r"^RECIPE=(\S+)$", README, re.MULTILINE)[1]
-    arguments = shlex.split(command.replace("$RECIPE", recipe), comments=True)
+    arguments = shlex.split(command.replace("$RECIPE", recipe).replace("\\\n", " "), comments=True)
     assert main([*arguments, "--show-config"]) == 0
     assert capsys.readouterr().err == ""
 
