@@ -258,7 +258,7 @@ class RunFolder:
             return 0
         if found.skipped:
             raise KillsError(f"torn: {'; '.join(found.skipped)}")
-        return int(re.fullmatch(STEP, found.path.name)[1])
+        return int(re.match(STEP, found.path.name)[1])
 
     def records(self) -> list[dict[str, Any]]:
         """What was computed in each step."""
