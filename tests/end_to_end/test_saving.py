@@ -86,9 +86,10 @@ def test_a_save_behind_the_training_is_the_one_that_would_have_been_made_at_once
         assert states[0].read_bytes() == states[1].read_bytes()
 
 
-def test_a_run_resumed_from_a_save_behind_it_equals_the_run(trainer):
+@pytest.mark.parametrize("read_by", ["every_rank", "first_rank"])
+def test_a_run_resumed_from_a_save_behind_it_equals_the_run(trainer, read_by):
     whole = trainer.train(DP2, {"checkpoint": {"save_interval": 4}}, ASYNC)
-    rest = trainer.resume(whole, DP2, ASYNC)
+    rest = trainer.resume(whole, DP2, ASYNC, {"checkpoint": {"read_by": read_by}})
     assert computed(rest.records) == computed(whole.records[4:])
     assert differing(rest.tensors(8), whole.tensors(8)) == []
 
