@@ -152,14 +152,19 @@ def verify_checkpoint(checkpoint: Path) -> str:
         CheckpointError: that names the damaged files.
     """
     manifest = read_manifest(checkpoint)
+    if problems := _wrong_checksums(checkpoint, manifest):
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}")
+    return f"{checkpoint} is sound: {len(manifest.files)} files, {_size(manifest)}"
+
+
+def _wrong_checksums(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """One line for each damaged file; all of them are read."""
     problems = []
     with ProgressBar(_bytes(manifest), vanishes=True) as progress:
         for file in manifest.files.items():
             problems += find_damage(checkpoint, [file], deep=True)
             progress("verifying", file[1].size)
-    if problems:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}")
-    return f"{checkpoint} is sound: {len(manifest.files)} files, {_size(manifest)}"
+    return problems
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -171,6 +176,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     parameters = sum(math.prod(manifest.tensors[name].shape) for name in names)
     print(f"step {manifest.step}, written by megagrid {manifest.version}")
     print(f"{len(manifest.files)} files, {_size(manifest)}")
+    for problem in find_damage(folder, manifest.files.items(), deep=False):
+        print(f"not sound: {problem}")
     print(
         f"{len(names)} weights of {parameters:,} parameters, "
         f"{len(manifest.tensors) - len(names)} optimizer states"
@@ -225,7 +232,10 @@ def _diff(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tolerance {arguments.tolerance} must be 0 or more, as 1e-6")
     if arguments.limit < 0:
         raise ConfigError(f"--limit {arguments.limit} must be 0 or more")
-    a, b = (TensorReader(*_choose_whole(path)) for path in (arguments.a, arguments.b))
+    # A flipped bit must not pass for a difference of two trainings.
+    a, b = (
+        TensorReader(*_first_that(_wrong_checksums, path)) for path in (arguments.a, arguments.b)
+    )
     print(f"A  {a.folder}\nB  {b.folder}", flush=True)
     with ProgressBar(_bytes(a.manifest) + _bytes(b.manifest), vanishes=True) as progress:
         found = compare(

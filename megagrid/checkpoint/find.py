@@ -101,7 +101,8 @@ def _folders(resume: str, checkpoints: Path, key: str) -> list[Path]:
     path = Path(resume)
     if found := candidates(path):
         return found
-    reason = "holds no checkpoint" if path.is_dir() else "doesn't exist"
+    is_there = "is a file" if path.is_file() else "doesn't exist"
+    reason = "holds no checkpoint" if path.is_dir() else is_there
     or_latest = f', or "{LATEST}"' if key == RESUME_KEY else ""
     raise CheckpointError(
         f'{key}="{resume}" {reason}; name the folder of a checkpoint or of a run{or_latest}'

@@ -103,6 +103,8 @@ class Manifest:
             ValueError, KeyError, TypeError: `data` is something else.
         """
         body: dict[str, Any] = json.loads(data)
+        if not isinstance(body, dict):
+            raise ValueError("it isn't a JSON object")
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']} isn't {FORMAT}, the one that is read here")
         stated = body.pop("crc32")
@@ -134,13 +136,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / FILE_NAME
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} isn't a regular file; name another checkpoint")
         return Manifest.from_bytes(path.read_bytes())
     except FileNotFoundError:
         reason = "its save never ended" if checkpoint.is_dir() else "there is no such folder"
         raise CheckpointError(f"{checkpoint} has no {FILE_NAME}: {reason}") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: it lacks {error}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 

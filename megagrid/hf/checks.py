@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from megagrid.checkpoint.manifest import FILE_NAME as MANIFEST
@@ -30,6 +31,13 @@ def check_folders(config: Config) -> None:
             raise CheckpointError(
                 f'{EXPORT_KEY}="{target}" is there already; name a new folder, or remove it'
             )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryDirectory(dir=target.parent).cleanup()
+        except OSError as error:
+            raise CheckpointError(
+                f'{EXPORT_KEY}="{target}" can\'t be written to ({error.strerror}); name another'
+            ) from None
         try:
             config_of(config.model, "float32", None, {})
         except CheckpointError as error:

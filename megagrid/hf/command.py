@@ -11,9 +11,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megagrid.config.arguments import path_argument
 from megagrid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megagrid.hf.files import Converted
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -69,7 +75,9 @@ def _recipe(arguments: argparse.Namespace) -> None:
     sys.stdout.write(recipe_text(model, arguments.folder, arguments.folder.resolve().name))
 
 
-def _say(made, target: Path) -> None:
+def _say(made: Converted, target: Path) -> None:
+    for line in made.passed_over:
+        print(f"passed over: {line}", file=sys.stderr)
     tokenizer = "its tokenizer" if made.tokenizer else "no tokenizer"
     files = "1 file" if made.files == 1 else f"{made.files} files"
     size = f"{made.nbytes / 1e6:,.1f} MB"
@@ -88,22 +96,32 @@ def _bytes(text: str) -> int:
 
 
 def _folder(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", type=Path, metavar="DIR", help="config.json and safetensors files")
+    verb.add_argument(
+        "folder", type=path_argument, metavar="DIR", help="config.json and safetensors files"
+    )
 
 
 def _new_folder(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("folder", type=Path, metavar="DIR", help="a new folder for transformers")
+    verb.add_argument(
+        "folder", type=path_argument, metavar="DIR", help="a new folder for transformers"
+    )
 
 
 def _checkpoint(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's: its newest one"
+        "checkpoint",
+        type=path_argument,
+        metavar="CHECKPOINT",
+        help="a checkpoint's folder, or a run's: its newest sound one",
     )
 
 
 def _new_checkpoint(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a new folder; recipe.toml lies in it"
+        "checkpoint",
+        type=path_argument,
+        metavar="CHECKPOINT",
+        help="a new folder; recipe.toml lies in it",
     )
 
 

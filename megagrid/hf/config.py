@@ -63,7 +63,9 @@ def read_raw(path: Path) -> dict[str, object]:
             "safetensors files"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+        raise CheckpointError(
+            f"{path} can't be read ({error.strerror}); name a folder in Hugging Face's layout"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} isn't JSON: {error}") from None
     if not isinstance(raw, dict):

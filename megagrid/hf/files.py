@@ -33,6 +33,7 @@ class Converted:
         what: it is, by transformers' name.
         tensors, files, nbytes: how many there are, and the size of all weights.
         tokenizer: whether one went along.
+        passed_over: a line for each newer checkpoint of the run that isn't sound.
     """
 
     what: str
@@ -40,6 +41,7 @@ class Converted:
     files: int
     nbytes: int
     tokenizer: bool
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def to_hf(
         CheckpointError: the checkpoint isn't sound, no model of transformers computes what it does,
             or `folder` can't be made.
     """
-    path = find_checkpoint(str(checkpoint), Path(checkpoint), key=key).path
+    source = find_checkpoint(str(checkpoint), Path(checkpoint), key=key)
+    path = source.path
     stored = _Stored(path)
     model = load_recipe(path / CONFIG).model
     shapes = _matching_shapes(model, stored)
@@ -77,6 +78,7 @@ def to_hf(
         files=len(shards),
         nbytes=sum(tensor.nbytes for tensor in planned),
         tokenizer=texts.has_tokenizer,
+        passed_over=source.skipped,
     )
 
 

@@ -41,7 +41,8 @@ def start_from(
         by_first_rank: no other rank reads a checkpoint.
 
     Returns:
-        a line for each key in which `model` computes something else than the weights' own.
+        a line for each newer checkpoint that was passed over, and for each key in which `model`
+        computes something else than the weights' own.
 
     Raises:
         CheckpointError: on every rank: it isn't such a folder, or is of another model.
@@ -54,16 +55,20 @@ def start_from(
             )
         found = checkpoint.on_first_rank(lambda: _checked(path, model), world)
         _read_slices(path, model, entries, world)
-        source = path
+        source, skipped = path, ()
     else:
         how = {"by_first_rank": by_first_rank}
-        source = checkpoint.find_checkpoint(str(path), path, world, key=KEY, **how).path
+        sound = checkpoint.find_checkpoint(str(path), path, world, key=KEY, **how)
+        source, skipped = sound.path, sound.skipped
         checkpoint.load(source, entries, world=world, is_verified=True, weights_only=True, **how)
         found = checkpoint.on_first_rank(lambda: load_recipe(source / CONFIG).model, world)
     checkpoint.on_first_rank(lambda: carried.take(source, run_folder), world)
     # Rotations go on beyond the longest input that was trained; learned positions are a shape.
     changed = [d for d in differences(model, found) if not d.startswith("model.max_seq_length=")]
-    return [f"{line}, which {path} was trained with" for line in changed]
+    return [
+        *(f"passed over: {line}" for line in skipped),
+        *(f"{line}, which {path} was trained with" for line in changed),
+    ]
 
 
 def _checked(path: Path, model: ModelConfig) -> ModelConfig:

@@ -80,13 +80,17 @@ class Weights:
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
         path = self.folder / file
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path} isn't a regular file; fetch it again")
         try:
             with safe_open(path, framework="pt") as handle:
                 yield handle
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; {INDEX} names it") from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} isn't a safetensors file: {error}") from None
+            raise CheckpointError(
+                f"{path} isn't a safetensors file: {error}; fetch it again"
+            ) from None
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
@@ -105,7 +109,7 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
             f"{folder} has its weights as {pickles[0]}, a pickle, which megagrid never reads; save "
             f"them as safetensors ({SINGLE}) where you trust them"
         )
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; fetch its weights too")
 
 
 def _indexed(path: Path) -> dict[str, list[str] | None]:

@@ -359,7 +359,13 @@ def _export(config: Config) -> None:
     if settings.export_hf is None:
         return
     folder, dtype = Path(settings.export_hf), EXPORT_DTYPES[settings.export_hf_dtype]
-    to_hf(config.logging.run_dir, folder, dtype=dtype, key="logging.run_dir")
+    try:
+        to_hf(config.logging.run_dir, folder, dtype=dtype, key="logging.run_dir")
+    except CheckpointError as error:
+        again = f"megagrid convert to-hf {config.logging.run_dir} DIR"
+        raise CheckpointError(
+            f"checkpoint.export_hf: {error}; the run is saved: `{again}`"
+        ) from None
     print(f"exported to {folder}", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,45 @@ def test_a_runs_newest_is_taken_and_what_was_passed_over_is_told(
     assert printed.out.startswith(f"A  {first}\n")
     assert printed.err == f"passed over: {second} is damaged: {SHARD} is missing\n"
     assert f"{SHARD} is missing" in told(capsys, "ckpt", "diff", second, first)
+
+
+def test_a_flipped_bit_is_no_difference_of_trainings(
+    run_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first, second = (checkpoint_of(run_folder, step) for step in (1, 2))
+    damage(second)
+    assert f"{second} is damaged: {SHARD} has checksum" in told(
+        capsys, "ckpt", "diff", second, first
+    )
+    assert main(["ckpt", "diff", str(run_folder), str(first)]) == 0
+    assert f"passed over: {second} is damaged" in capsys.readouterr().err
+
+
+def test_inspect_says_what_is_missing(run_folder: Path, capsys: pytest.CaptureFixture) -> None:
+    checkpoint = checkpoint_of(run_folder, 2)
+    (checkpoint / SHARD).unlink()
+    assert main(["ckpt", "inspect", str(checkpoint)]) == 0
+    assert f"not sound: {SHARD} is missing\n" in capsys.readouterr().out
+
+
+def test_a_pipe_by_the_name_of_a_manifest_is_not_waited_for(
+    run_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoint = checkpoint_of(run_folder, 2)
+    (checkpoint / "manifest.json").unlink()
+    os.mkfifo(checkpoint / "manifest.json")
+    assert "isn't a regular file" in told(capsys, "ckpt", "verify", checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("[]", "it isn't a JSON object"), ("{}", "it lacks 'format'")]
+)
+def test_a_manifest_of_something_else_is_told(
+    text: str, reason: str, run_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoint = checkpoint_of(run_folder, 2)
+    (checkpoint / "manifest.json").write_text(text)
+    assert f"manifest.json is damaged: {reason}" in told(capsys, "ckpt", "verify", checkpoint)
 
 
 @pytest.mark.parametrize("options", [["--tolerance", "-1"], ["--tolerance", "nan"], ["--limit=-1"]])

@@ -263,6 +263,11 @@ def test_a_folder_that_is_no_model_is_told_before_ranks_start(cli, tmp_path):
     missing = str(tmp_path / "missing")
     recipe = cli.recipe(TP2)
     assert "isn't a folder" in cli.mistake("train", recipe, f"checkpoint.initialize_from={missing}")
+    (tmp_path / "file").touch()
+    nowhere = f"{tmp_path}/file/models/mine"
+    assert f'checkpoint.export_hf="{nowhere}" can\'t be written to' in cli.mistake(
+        "train", recipe, f"checkpoint.export_hf={nowhere}"
+    )
     assert "no model of transformers computes" in cli.mistake(
         "train",
         recipe,

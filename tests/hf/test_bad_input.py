@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -146,6 +147,11 @@ def tensor_of_another_kind(folder: Path) -> None:
     rewritten(folder, model__norm__weight=torch.ones(32, dtype=torch.float8_e4m3fn))
 
 
+def a_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
 def missing_shard(folder: Path) -> None:
     in_two_files(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -197,6 +203,7 @@ BAD: dict[Callable[[Path], None], tuple[str, ...]] = {
     absurd_depth: ("holds 30 tensors", "9999 layers"),
     absurd_width: ("no such model can be made",),
     absurd_number: ("rms_norm_eps=1000", "must be"),
+    a_pipe: ("model.safetensors isn't a regular file",),
     missing_shard: ("model-00002-of-00002.safetensors is missing", "names it"),
     index_that_lies: ("model-00002-of-00002.safetensors lacks lm_head.weight",),
     index_out_of_the_folder: ("'../x.safetensors'", "isn't the name of a file in the folder"),
@@ -239,6 +246,8 @@ def test_the_payload_works(tmp_path):
     [
         (("from-hf", "nowhere", "ours"), "nowhere/config.json is missing"),
         (("from-hf", "nowhere"), "required: CHECKPOINT"),
+        (("from-hf", "", "ours"), '"" names nothing'),
+        (("from-hf", "nowhere", ""), '"" names nothing'),
         (("to-hf", "nowhere", "theirs"), 'CHECKPOINT="nowhere" doesn\'t exist'),
         (("to-hf", "nowhere", "theirs", "--dtype", "fp8"), "invalid choice: 'fp8'"),
         (("from-hf", "nowhere", "ours", "--max-shard-size", "big"), "--max-shard-size big"),
@@ -251,6 +260,19 @@ def test_the_payload_works(tmp_path):
 def test_a_bad_argument_is_one_line_and_exit_2(tmp_path, capsys, monkeypatch, arguments, told):
     monkeypatch.chdir(tmp_path)
     assert told in mistake(capsys, "convert", *arguments)
+
+
+def test_an_export_says_which_checkpoints_it_passes_over(saved, tmp_path, capsys):
+    newer = tmp_path / "checkpoints" / "step-00000009"
+    for name in ("step-00000003", newer.name):
+        arguments = [str(saved("llama")), str(tmp_path / "checkpoints" / name)]
+        assert main(["convert", "from-hf", *arguments]) == 0
+    shard = next(newer.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    capsys.readouterr()
+    assert main(["convert", "to-hf", str(tmp_path), str(tmp_path / "theirs")]) == 0
+    assert f"passed over: {newer} is damaged" in capsys.readouterr().err
+    assert "is a file" in mistake(capsys, "convert", "to-hf", shard, tmp_path / "other")
 
 
 def test_what_is_there_already_is_not_overwritten(saved, tmp_path, capsys):
