@@ -180,8 +180,16 @@ def test_an_interrupt_ends_every_rank_with_130(job):
     assert "error: " not in ended.err
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As a process in the foreground is; what a shell runs behind ignores interrupts."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.mark.parametrize("fault", [RuntimeError("connection reset"), CheckpointError("not saved")])
-def test_what_an_interrupt_makes_fail_is_not_told(fault):
+def test_what_an_interrupt_makes_fail_is_not_told(interruptible, fault):
     """In a collective, peers that ended first; in a save, an interrupt taken for a failure."""
     with pytest.raises(KeyboardInterrupt), interrupts_win():
         with contextlib.suppress(KeyboardInterrupt):
@@ -190,7 +198,7 @@ def test_what_an_interrupt_makes_fail_is_not_told(fault):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_fault_without_an_interrupt_stays_what_it_is():
+def test_a_fault_without_an_interrupt_stays_what_it_is(interruptible):
     with pytest.raises(RuntimeError, match="connection reset"), interrupts_win():
         raise RuntimeError("connection reset")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
