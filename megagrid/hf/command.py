@@ -95,34 +95,19 @@ def _bytes(text: str) -> int:
 # --- Arguments -----------------------------------------------------------------------------------
 
 
-def _folder(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "folder", type=path_argument, metavar="DIR", help="config.json and safetensors files"
-    )
+Argument = Callable[[argparse.ArgumentParser], None]
 
 
-def _new_folder(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "folder", type=path_argument, metavar="DIR", help="a new folder for transformers"
-    )
+def _path(name: str, text: str) -> Argument:
+    """The argument `name`, a folder; `text` is its help."""
+    metavar = "DIR" if name == "folder" else name.upper()
+    return lambda verb: verb.add_argument(name, type=path_argument, metavar=metavar, help=text)
 
 
-def _checkpoint(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "checkpoint",
-        type=path_argument,
-        metavar="CHECKPOINT",
-        help="a checkpoint's folder, or a run's: its newest sound one",
-    )
-
-
-def _new_checkpoint(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "checkpoint",
-        type=path_argument,
-        metavar="CHECKPOINT",
-        help="a new folder; recipe.toml lies in it",
-    )
+_FOLDER = _path("folder", "config.json and safetensors files")
+_NEW_FOLDER = _path("folder", "a new folder for transformers")
+_CHECKPOINT = _path("checkpoint", "a checkpoint's folder, or a run's: its newest sound one")
+_NEW_CHECKPOINT = _path("checkpoint", "a new folder; recipe.toml lies in it")
 
 
 def _ignore(verb: argparse.ArgumentParser) -> None:
@@ -145,19 +130,17 @@ def _max_shard_size(verb: argparse.ArgumentParser) -> None:
     )
 
 
-Argument = Callable[[argparse.ArgumentParser], None]
-
 VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], str, tuple[Argument, ...]]] = {
     "from-hf": (
         _from,
         "a checkpoint and a recipe from a Hugging Face folder",
-        (_folder, _new_checkpoint, _ignore, _max_shard_size),
+        (_FOLDER, _NEW_CHECKPOINT, _ignore, _max_shard_size),
     ),
     "to-hf": (
         _to,
         "a Hugging Face folder from a checkpoint",
-        (_checkpoint, _new_folder, _dtype, _max_shard_size),
+        (_CHECKPOINT, _NEW_FOLDER, _dtype, _max_shard_size),
     ),
-    "recipe": (_recipe, "print a recipe that trains from a Hugging Face folder", (_folder,)),
+    "recipe": (_recipe, "print a recipe that trains from a Hugging Face folder", (_FOLDER,)),
 }
 """Verb -> (what it does, help, its arguments)."""
