@@ -58,9 +58,9 @@ def shard_stage(stage: DecoderStage, grid: Grid, strategy: Strategy, precision: 
     stage is left as it is.
     """
     compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
-    if grid.dp.size == 1 and compute == master:
+    if grid.dp_cp.size == 1 and compute == master:
         return
-    mesh = dp_mesh(grid.dp, grid.device, strategy)
+    mesh = dp_mesh(grid.dp_cp, grid.device, strategy)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     blocks = list(stage.layers.values())
     for unit in (*blocks, stage):

@@ -50,6 +50,8 @@ class Grid:
         rank: this rank's global number.
         device: where this rank computes.
         tp, cp, dp, pp: the axes of the grid.
+        dp_cp: dp and cp together, the ranks with the same parameters: those that fully_shard splits
+            them over, and whose tokens make up a step. The same as dp where cp is 1.
         world: all ranks.
         host: all ranks again, for what lies in the hosts' memory. It has a group of its own, so
             that a checkpoint can be written behind the training, which uses the others.
@@ -65,6 +67,7 @@ class Grid:
     cp: Axis
     dp: Axis
     pp: Axis
+    dp_cp: Axis
     world: Axis
     embedding: Axis
     kv: Axis
@@ -77,7 +80,8 @@ class Grid:
     @property
     def axes(self) -> dict[str, Axis]:
         """Every axis by name."""
-        axes = (self.tp, self.cp, self.dp, self.pp, self.world, self.embedding, self.kv, self.host)
+        axes = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.world)
+        axes += (self.embedding, self.kv, self.host)
         return {axis.name: axis for axis in axes}
 
 
@@ -119,14 +123,16 @@ def build_grid(
 
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)
+    dp = axis("dp", placement.groups("dp"))
     return Grid(
         placement=placement,
         rank=rank,
         device=torch.device(device),
         tp=axis("tp", placement.groups("tp")),
         cp=axis("cp", placement.groups("cp")),
-        dp=axis("dp", placement.groups("dp")),
+        dp=dp,
         pp=axis("pp", placement.groups("pp")),
+        dp_cp=dp if placement.cp == 1 else axis("dp_cp", placement.groups("dp", "cp")),
         world=Axis(
             "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
         ),

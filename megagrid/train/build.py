@@ -90,7 +90,7 @@ def outline(config: Config, placement: Placement, *, with_optimizer: bool) -> It
             shard
             for module in _modules(config, grid, training).values()
             for shard in parameter_shards(
-                module, _replicated_over(config, grid), split_over=grid.dp if splits else None
+                module, _replicated_over(config, grid), split_over=grid.dp_cp if splits else None
             )
         ]
         yield entries(shards, AdamW(shards, config.optimizer) if with_optimizer else None)
@@ -118,9 +118,9 @@ def _share(layers: list[range], stage: int) -> StageShare:
 
 
 def _replicated_over(config: Config, grid: Grid) -> Axis | None:
-    """The dp axis, where each of its ranks holds whole parameters."""
+    """The dp_cp axis, where each of its ranks holds whole parameters."""
     shards = STRATEGIES[config.parallel.sharding_strategy].shards
-    return grid.dp if grid.dp.size > 1 and not shards else None
+    return grid.dp_cp if grid.dp_cp.size > 1 and not shards else None
 
 
 def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:

@@ -78,7 +78,7 @@ def compute_gradients(
     grid = engine.grid
     with watch.part("data"):
         microbatches = _to_device(batches, engine, step, training=True)
-        tokens = _TokenCount(batches, grid.dp, grid.device)
+        tokens = _TokenCount(batches, grid.dp_cp, grid.device)
     with watch.part("forward-backward"):
         loss = engine.executor.run(engine.training, microbatches, tokens.scale, spans)
     with watch.part("norm"):
@@ -128,14 +128,15 @@ def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
 
 
 class _TokenCount:
-    """The step's valid tokens over the dp axis, counted while the first forward already runs."""
+    """The step's valid tokens over the ranks that share them out, counted while the first forward
+    already runs."""
 
-    def __init__(self, batches: Sequence[Batch], dp: Axis, device: torch.device) -> None:
+    def __init__(self, batches: Sequence[Batch], axis: Axis, device: torch.device) -> None:
         count = sum(batch.valid_tokens for batch in batches)
         self._count = torch.tensor(count, dtype=torch.int64, device=device)
         self._work = None
-        if dp.size > 1:
-            self._work = dist.all_reduce(self._count, group=dp.group, async_op=True)
+        if axis.size > 1:
+            self._work = dist.all_reduce(self._count, group=axis.group, async_op=True)
 
     def total(self) -> int:
         if self._work is not None:
