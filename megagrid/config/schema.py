@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 # Integers end where torch's and numpy's do.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
@@ -23,7 +24,17 @@ Precision = Literal["fp32", "bf16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 RopeScaling = Literal["none", "linear", "llama3"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
-ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "NO_SHARD"]
+
+
+def _yes_no_or_ranks(value: object) -> object:
+    """A union of types would be refused once for each of them."""
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and 0 < value < 2**63):
+        return value
+    raise PydanticCustomError("ranks", "Input should be true, false or a number of ranks")
+
+
+YesNoOrRanks = Annotated[bool | int | None, PlainValidator(_yes_no_or_ranks)]
 
 
 class Section(BaseModel):
@@ -103,8 +114,31 @@ class ParallelConfig(Section):
     """Most that the parameters, gradients and optimizer states of a pipeline rank's stages may take
     in one process, in 10^9 bytes; see `megagrid.pipeline.partition`. None: no limit."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """Over the dp axis only: parameters, gradients and optimizer states (FULL_SHARD), the same with
-    parameters kept gathered during the step (SHARD_GRAD_OP), nothing (NO_SHARD)."""
+    """What the ranks of the dp axis split among them: parameters, gradients and optimizer states
+    (FULL_SHARD), the same with parameters kept gathered during the step (SHARD_GRAD_OP), the same
+    inside a node and repeated on each (HYBRID_SHARD), optimizer states alone (ZERO1), nothing
+    (NO_SHARD). See `megagrid.config.sharding`."""
+    shard_size: PositiveInt | None = None
+    """HYBRID_SHARD: ranks that split a parameter; None: those of a dp group that share a node."""
+    reshard_after_forward: YesNoOrRanks = None
+    """What becomes of gathered parameters after a forward: let go of (true), kept (false), or split
+    over so many neighbours (an integer). None: true, but false where `hold_for_step`."""
+    hold_for_step: bool | None = None
+    """Gathered parameters stay from a step's first forward to its last backward; false: a backward
+    lets go of them. None: as the strategy has it, true of SHARD_GRAD_OP alone."""
+    blocks_per_unit: PositiveInt = 1
+    """Layers whose parameters are gathered, and gradients reduced, in one message."""
+    wrap_embedding: bool = False
+    """The token embedding is a unit of its own, gathered only while it computes, not with all that
+    a stage has beside layers. A table that is also the head of its stage stays there."""
+    wrap_head: bool = False
+    """The same of the output head."""
+    unsharded_modules: list[str] = []
+    """Modules that every rank holds whole, such as "norm" or "layers.*.attention_norm"."""
+    forward_prefetch: NonNegativeInt = 1
+    """Units whose gathering is begun while the one before them computes."""
+    backward_prefetch: NonNegativeInt = 1
+    """The same in backward, where units are met in reverse."""
     allow_tp_across_nodes: bool = False
     """Warn about a tp group that crosses nodes instead of refusing it."""
 
@@ -112,6 +146,14 @@ class ParallelConfig(Section):
     def num_stages(self) -> int:
         """Stages of the pipeline, over all ranks of the pp axis."""
         return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+
+class MemoryConfig(Section):
+    """What is kept elsewhere, or not kept, to leave a device more of its memory."""
+
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer states lie in the host's memory, where the optimizer
+    computes; parameters come to the device unit by unit, as they are needed."""
 
 
 class TrainConfig(Section):
@@ -259,6 +301,7 @@ class Config(Section):
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRScheduleConfig = LRScheduleConfig()

@@ -46,6 +46,7 @@ def edit(old: str, new: str, *, told: tuple[str, ...]) -> Mistake:
 
 
 TP, PP = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size"
+HYBRID = "parallel.sharding_strategy=HYBRID_SHARD"
 
 MISTAKES = {
     # --- Keys
@@ -282,6 +283,85 @@ MISTAKES = {
         "parallel.data_parallel_size=2",
         told=("data_parallel_size=2", "= 4 ranks", "8 were started", "start 4"),
         world_size=8,
+    ),
+    # --- Sharding
+    "shards of a size that nothing reads": override(
+        "parallel.shard_size=2",
+        told=("parallel.shard_size=2", '"FULL_SHARD"', "none", '"HYBRID_SHARD"'),
+    ),
+    "shards that the ranks can't form": override(
+        HYBRID,
+        "parallel.shard_size=3",
+        told=("parallel.shard_size=3", "data_parallel_size=8", "choose 1, 2, 4 or 8"),
+        world_size=8,
+    ),
+    "gathered weights held and let go of": override(
+        "parallel.hold_for_step=true",
+        "parallel.reshard_after_forward=true",
+        told=("hold_for_step=true", "reshard_after_forward=true", "one of them to false"),
+    ),
+    "a strategy that holds, told not to": override(
+        "parallel.sharding_strategy=SHARD_GRAD_OP",
+        "parallel.hold_for_step=false",
+        told=("hold_for_step=false", '"SHARD_GRAD_OP"', 'choose "FULL_SHARD"'),
+    ),
+    "a strategy that holds, told to split": override(
+        "parallel.sharding_strategy=SHARD_GRAD_OP",
+        "parallel.reshard_after_forward=2",
+        told=("reshard_after_forward=2", '"SHARD_GRAD_OP"', 'choose "FULL_SHARD"'),
+    ),
+    "holding what is never gathered": override(
+        "parallel.sharding_strategy=ZERO1",
+        "parallel.reshard_after_forward=false",
+        told=("reshard_after_forward=false", '"ZERO1"', "clear it with none"),
+    ),
+    "resharding to a word": override(
+        "parallel.reshard_after_forward=some",
+        told=('reshard_after_forward="some"', "true, false or a number of ranks"),
+    ),
+    "resharding to none": override(
+        "parallel.reshard_after_forward=0",
+        told=("reshard_after_forward=0", "true, false or a number of ranks"),
+    ),
+    "resharding to ranks that don't divide": override(
+        "parallel.reshard_after_forward=3",
+        told=("reshard_after_forward=3", "the 8 ranks", "choose 2, 4, true"),
+        world_size=8,
+    ),
+    "resharding to all ranks": override(
+        "parallel.reshard_after_forward=2",
+        told=("reshard_after_forward=2", "the 2 ranks", "choose true (let go of) or false"),
+        world_size=2,
+    ),
+    "resharding to more ranks than a shard's": override(
+        HYBRID,
+        "parallel.shard_size=4",
+        "parallel.reshard_after_forward=8",
+        told=("reshard_after_forward=8", "the 4 ranks", "choose 2, true"),
+        world_size=8,
+    ),
+    "a unit larger than the model": override(
+        "parallel.blocks_per_unit=5",
+        told=("parallel.blocks_per_unit=5", "model.num_layers=4", "at most 4"),
+    ),
+    "a misspelt module": override(
+        'parallel.unsharded_modules=["norm","layers.3.atention_norm"]',
+        told=('unsharded_modules[1]="layers.3.atention_norm"', '"layers.*.attention_norm"?'),
+    ),
+    "a class in place of a module": override(
+        "parallel.unsharded_modules=['LlamaDecoderLayer']",
+        told=('[0]="LlamaDecoderLayer" names no module', "layers.*.mlp.gate_up"),
+    ),
+    "a layer that isn't there": override(
+        "parallel.unsharded_modules=['layers.4.*']", told=('"layers.4.*" names no module',)
+    ),
+    "everything kept out of sharding": override(
+        "parallel.unsharded_modules=['*']", told=('["*"] leaves nothing', '"NO_SHARD"')
+    ),
+    "kept out of no sharding": override(
+        "parallel.unsharded_modules=['norm']",
+        "parallel.sharding_strategy=NO_SHARD",
+        told=('unsharded_modules=["norm"]', '"NO_SHARD"', "clear it with []"),
     ),
     # --- Work
     "batch smaller than a microbatch": override(

@@ -59,6 +59,13 @@ LEGAL = {
         1,
     ),
     "no clipping": (["optimizer.clip_grad=0"], 1),
+    "shards in nodes that are found later": (["parallel.sharding_strategy=HYBRID_SHARD"], 8),
+    "a step's weights held, stated in full": (
+        ["parallel.reshard_after_forward=false", "parallel.hold_for_step=true"],
+        2,
+    ),
+    "weights split over half of the ranks": (["parallel.reshard_after_forward=2"], 4),
+    "one layer kept whole": (["parallel.unsharded_modules=['layers.3']"], 2),
 }
 
 
