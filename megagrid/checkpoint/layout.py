@@ -44,14 +44,15 @@ class Entry:
 
 
 def entries(shards: Sequence[ParameterShard], optimizer: AdamW | None = None) -> list[Entry]:
-    """The boxes of this rank's parameters, and of AdamW's states if `optimizer` is given.
+    """The boxes of this rank's parameters, and of AdamW's states if `optimizer` is given, which may
+    have fewer rows than lie here.
 
     Padding of the vocabulary is in none of them. An empty shard has none.
     """
     found = [entry for shard in shards for entry in _boxes("", shard, shard.tensor)]
     for moment in MOMENTS if optimizer is not None else ():
         prefix = f"{OPTIMIZER_PREFIX}{moment}."
-        for shard, values in zip(shards, optimizer.moments(moment), strict=True):
+        for shard, values in zip(optimizer.shards, optimizer.moments(moment), strict=True):
             found += _boxes(prefix, shard, values)
     return found
 

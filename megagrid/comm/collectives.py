@@ -39,13 +39,19 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return share
 
 
-def all_reduce_coalesced(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Sum each tensor over the axis, in place, as one message per dtype."""
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], axis: Axis, device: torch.device | None = None
+) -> None:
+    """Sum each tensor over the axis, in place, as one message per dtype.
+
+    Args:
+        device: where the message is, if not with the tensors, which may be in the host's memory.
+    """
     if axis.size == 1 or not tensors:
         return
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        message = torch.cat([tensor.reshape(-1) for tensor in same])
+        message = torch.cat([tensor.reshape(-1) for tensor in same]).to(device)
         all_reduce(message, axis)
         parts = message.split([tensor.numel() for tensor in same])
         for tensor, part in zip(same, parts, strict=True):

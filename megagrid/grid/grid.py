@@ -52,6 +52,10 @@ class Grid:
         tp, cp, dp, pp: the axes of the grid.
         dp_cp: dp and cp together, the ranks with the same parameters: those that fully_shard splits
             them over, and whose tokens make up a step. The same as dp where cp is 1.
+        dp_shard: of dp_cp, the neighbours that split parameters among them where not all do; and
+        dp_replicate: those with the same place in other such groups, which hold the same rows.
+        dp_reshard: of the ranks that split parameters, the neighbours that split gathered ones
+            between a forward and its backward.
         world: all ranks.
         host: all ranks again, for what lies in the hosts' memory. It has a group of its own, so
             that a checkpoint can be written behind the training, which uses the others.
@@ -68,6 +72,9 @@ class Grid:
     dp: Axis
     pp: Axis
     dp_cp: Axis
+    dp_shard: Axis
+    dp_replicate: Axis
+    dp_reshard: Axis
     world: Axis
     embedding: Axis
     kv: Axis
@@ -82,6 +89,7 @@ class Grid:
         """Every axis by name."""
         axes = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.world)
         axes += (self.embedding, self.kv, self.host)
+        axes += (self.dp_shard, self.dp_replicate, self.dp_reshard)
         return {axis.name: axis for axis in axes}
 
 
@@ -92,6 +100,8 @@ def build_grid(
     num_kv_heads: int,
     ends: tuple[int, int] = (0, -1),
     *,
+    shard_size: int | None = None,
+    reshard_size: int | None = None,
     has_groups: bool = True,
 ) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
@@ -101,6 +111,8 @@ def build_grid(
     Args:
         num_kv_heads: of the model; below tp it decides which ranks hold the same key/value head.
         ends: the pp ranks of the first and the last stage, as the schedule places them.
+        shard_size: ranks of `dp_shard`; None: all of dp_cp, which is then that axis itself.
+        reshard_size: ranks of `dp_reshard`; None: nothing is split so.
         has_groups: make them. Without, the grid can be looked at, by one process for any rank, but
             nothing communicates along it.
     """
@@ -124,6 +136,9 @@ def build_grid(
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)
     dp = axis("dp", placement.groups("dp"))
+    alike = placement.groups("dp", "cp")
+    dp_cp = dp if placement.cp == 1 else axis("dp_cp", alike)
+    is_all = shard_size in (None, dp_cp.size)
     return Grid(
         placement=placement,
         rank=rank,
@@ -132,7 +147,10 @@ def build_grid(
         cp=axis("cp", placement.groups("cp")),
         dp=dp,
         pp=axis("pp", placement.groups("pp")),
-        dp_cp=dp if placement.cp == 1 else axis("dp_cp", placement.groups("dp", "cp")),
+        dp_cp=dp_cp,
+        dp_shard=dp_cp if is_all else axis("dp_shard", _runs(alike, shard_size)),
+        dp_replicate=axis("dp_replicate", [] if is_all else _strides(alike, shard_size)),
+        dp_reshard=axis("dp_reshard", _runs(alike, reshard_size or 1)),
         world=Axis(
             "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
         ),
@@ -148,3 +166,8 @@ def _ends(pipelines: list[tuple[int, ...]], first: int, last: int) -> list[tuple
 
 def _runs(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
     return [ranks[i : i + length] for ranks in groups for i in range(0, len(ranks), length)]
+
+
+def _strides(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
+    """The ranks with the same place in each of a group's runs."""
+    return [ranks[i::length] for ranks in groups for i in range(length)]

@@ -14,6 +14,7 @@ microbatch, are farthest apart:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from megagrid.errors import GridError
@@ -105,6 +106,26 @@ class Placement:
         """The tp groups whose ranks aren't all on one node."""
         nodes = cluster.node_of_rank
         return [group for group in self.groups("tp") if len({nodes[rank] for rank in group}) > 1]
+
+    def shard_size_in_nodes(self, cluster: Cluster) -> int:
+        """How many of the ranks with the same parameters share a node.
+
+        Raises:
+            GridError: they aren't equally many everywhere; names the sizes that could be stated.
+        """
+        nodes, sizes = cluster.node_of_rank, set()
+        for group in self.groups("dp", "cp"):
+            # Ranks are numbered node by node: those of one lie together.
+            runs = [len(list(run)) for _, run in groupby(group, key=lambda rank: nodes[rank])]
+            sizes |= set(runs)
+            if len(sizes) > 1:
+                divisors = [n for n in range(1, len(group) + 1) if len(group) % n == 0]
+                raise GridError(
+                    'parallel.sharding_strategy="HYBRID_SHARD" shards inside nodes, but the ranks '
+                    f"of a dp group that share one are {' or '.join(map(str, sorted(sizes)))}; "
+                    f"state parallel.shard_size, one of {', '.join(map(str, divisors))}"
+                )
+        return sizes.pop()
 
 
 def check_tp_inside_nodes(placement: Placement, cluster: Cluster) -> None:

@@ -9,7 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megagrid.config.rules import check
 from megagrid.config.schema import Config
+from megagrid.config.sharding import Sharding
 from megagrid.errors import GridError
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Grid, build_grid
@@ -23,7 +25,8 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
     """Join the run's process group, build the grid, and leave the group at the end.
 
     Raises:
-        GridError: if the ranks don't fill the grid, or a tp group crosses nodes.
+        GridError: if the ranks don't fill the grid, a tp group crosses nodes, or the nodes leave
+            open how many ranks shard together.
         ScheduleError, ConfigError: if the pipeline's schedule can't be had or isn't for this grid.
     """
     parallel = config.parallel
@@ -37,18 +40,53 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
     device = select_device(config.train.device, environment.local_rank)
     _join(environment, device, config.train.timeout_seconds)
     try:
+        cluster = _cluster(environment, device)
         if not parallel.allow_tp_across_nodes:
-            check_tp_inside_nodes(placement, _cluster(environment, device))
-        stages = training_schedule(config, placement).placement
-        yield build_grid(
-            placement,
-            environment.rank,
-            device,
-            config.model.num_kv_heads,
-            ends=(stages[0], stages[-1]),
-        )
+            check_tp_inside_nodes(placement, cluster)
+        if leaves_shard_size_to_nodes(config):
+            config = with_shard_size(config, placement.shard_size_in_nodes(cluster))
+            check(config, placement.world_size)
+        yield grid_of(config, placement, environment.rank, device)
     finally:
         dist.destroy_process_group()
+
+
+def leaves_shard_size_to_nodes(config: Config) -> bool:
+    """Whether HYBRID_SHARD is to split inside nodes, whatever their size."""
+    parallel = config.parallel
+    return parallel.sharding_strategy == "HYBRID_SHARD" and parallel.shard_size is None
+
+
+def with_shard_size(config: Config, shard_size: int) -> Config:
+    """`config` with that `parallel.shard_size`, if it leaves it to the nodes."""
+    if not leaves_shard_size_to_nodes(config):
+        return config
+    parallel = config.parallel.model_copy(update={"shard_size": shard_size})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def grid_of(
+    config: Config,
+    placement: Placement,
+    rank: int,
+    device: torch.device | str,
+    *,
+    has_groups: bool = True,
+) -> Grid:
+    """The grid that the recipe asks for, as `rank` sees it; see `build_grid`."""
+    stages = training_schedule(config, placement).placement
+    sharding = Sharding.of(config, placement)
+    after = sharding.after_forward
+    return build_grid(
+        placement,
+        rank,
+        device,
+        config.model.num_kv_heads,
+        ends=(stages[0], stages[-1]),
+        shard_size=sharding.split if config.parallel.shard_size is not None else None,
+        reshard_size=None if isinstance(after, bool) else after,
+        has_groups=has_groups,
+    )
 
 
 def select_device(name: str, local_rank: int) -> torch.device:

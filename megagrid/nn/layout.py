@@ -20,7 +20,7 @@ cut holds. Global names and shapes know nothing of the grid, so neither does a c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -131,10 +131,11 @@ class ParameterShard:
 
     Attributes:
         name: of the parameter in its stage.
-        parameter: what the module holds: a plain tensor, or FSDP's DTensor over the dp axis.
+        parameter: what the module holds: a plain tensor, or FSDP's DTensor.
         tensor: the local rows of it, sharing its storage.
         boxes: for each box of the model among those rows, its piece and slice of `tensor`.
         decay: whether weight decay applies.
+        rows: which of the rows that lie here `tensor` is; None: all.
     """
 
     name: str
@@ -142,16 +143,40 @@ class ParameterShard:
     tensor: Tensor
     boxes: tuple[tuple[Piece, slice], ...]
     decay: bool
+    rows: slice | None = None
+
+    @property
+    def module(self) -> str:
+        """Path of the module that holds the parameter."""
+        return self.name.rpartition(".")[0]
 
     @property
     def grad(self) -> Tensor | None:
         """The local rows of the gradient, sharing its storage; None if there is none."""
         grad = self.parameter.grad
-        return _local(grad) if grad is not None else None
+        if grad is None:
+            return None
+        return local(grad) if self.rows is None else local(grad)[self.rows]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks with the same model share a parameter.
+
+    Attributes:
+        split: the axis whose ranks have some rows each; of size 1 if none is split.
+        replicas: the axis whose ranks have the same.
+    """
+
+    split: Axis
+    replicas: Axis
 
 
 def parameter_shards(
-    model: nn.Module, replicated_over: Axis | None = None, split_over: Axis | None = None
+    model: nn.Module,
+    sharing: Callable[[str], Sharing] | None = None,
+    *,
+    cut: bool = False,
 ) -> list[ParameterShard]:
     """All parameters that `model` trains, in the order of their names in it; a tied one once.
 
@@ -159,56 +184,60 @@ def parameter_shards(
     fully_shard leaves in place.
 
     Args:
-        replicated_over: the dp axis, if every rank of it holds whole parameters.
-        split_over: the dp axis, if the parameters of `model` are whole and their shards are wanted
-            that fully_shard would leave here.
+        sharing: from the path of a module to how its parameters are shared; None: they aren't.
+        cut: what `model` holds isn't split yet, and the rows are wanted that the axis `split` would
+            leave here. Else they are what is here.
     """
     shards = []
     for path, module in model.named_modules():
         parent = path[: path.rfind(".") + 1]
         for name, layout in getattr(module, "layouts", {}).items():
             layout = layout.named(parent)
-            if replicated_over is not None:
-                layout = layout.replicated(replicated_over)
+            split = None
+            if sharing is not None:
+                shared = sharing(path)
+                split = shared.split if cut else None
+                if shared.replicas.size > 1:
+                    layout = layout.replicated(shared.replicas)
             parameter = getattr(module, name)
-            tensor, start = _rows_here(parameter, split_over)
+            here, rows = local(parameter.detach()), None
+            first = _first_row(parameter)
+            if split is not None:
+                # Nothing has cut it yet.
+                held = here.shape[0]
+                first = first_of_shard(split.rank, split.size, held)
+                rows = slice(first, first_of_shard(split.rank + 1, split.size, held))
+                here = here[rows]
             shards.append(
                 ParameterShard(
                     name=f"{path}.{name}",
                     parameter=parameter,
-                    tensor=tensor,
-                    boxes=tuple(layout.rows(start, start + tensor.shape[0])),
+                    tensor=here,
+                    boxes=tuple(layout.rows(first, first + here.shape[0])),
                     decay=layout.decay,
+                    rows=rows,
                 )
             )
     return shards
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """What of `tensor` lies on this rank, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _rows_here(parameter: Tensor, split_over: Axis | None) -> tuple[Tensor, int]:
-    """The rows of a parameter that are this rank's, and the number of the first."""
-    rows = parameter.shape[0]
-    if split_over is not None:
-        first = _first_of_shard(split_over.rank, split_over.size, rows)
-        end = _first_of_shard(split_over.rank + 1, split_over.size, rows)
-        return parameter.detach()[first:end], first
-    return _local(parameter.detach()), _first_row(parameter)
-
-
 def _first_row(parameter: Tensor) -> int:
-    """Where a shard begins in its local parameter."""
+    """Where what FSDP left here begins in the whole: along the one dim of its mesh, if any, that
+    cuts rows; along another, ranks hold the same."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(0):
-            return _first_of_shard(mesh.get_local_rank(dim), mesh.size(dim), rows)
+            return first_of_shard(mesh.get_local_rank(dim), mesh.size(dim), rows)
     return 0
 
 
-def _first_of_shard(shard: int, shards: int, rows: int) -> int:
+def first_of_shard(shard: int, shards: int, rows: int) -> int:
     """FSDP cuts dim 0 into chunks of ceil(rows / shards); the last ones may be short or empty."""
     return min(shard * -(-rows // shards), rows)

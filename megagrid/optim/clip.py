@@ -11,7 +11,8 @@ from megagrid.nn.layout import ParameterShard
 
 
 def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -> Tensor:
-    """The sum of squares of the gradient elements that this rank speaks for, float64 scalar.
+    """The sum of squares of the gradient elements that this rank speaks for, float64 scalar on
+    `device`, wherever they are.
 
     Over all ranks these add up to the squared norm of the model's gradient: an element that several
     ranks hold (a norm's weight along tp, a tied embedding) is some one rank's.
@@ -25,7 +26,8 @@ def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(counted)).double().square().sum()
+    norms = [norm.to(device) for norm in torch._foreach_norm(counted)]
+    return torch.stack(norms).double().square().sum()
 
 
 def clip_gradients(shards: Sequence[ParameterShard], norm: float, largest: float) -> None:

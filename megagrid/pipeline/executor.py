@@ -161,7 +161,8 @@ class Executor:
 
     def _reduce_grad(self, step: _Step, action: Action) -> None:
         for axis in (self._grid.tp, self._grid.kv):
-            all_reduce_coalesced(self.stages[action.stage].summands(axis), axis)
+            summands = self.stages[action.stage].summands(axis)
+            all_reduce_coalesced(summands, axis, self._grid.device)
 
     def _reduce_tied(self, step: _Step, action: Action) -> None:
         """Sum the gradient of a tied embedding over its two ends: two ranks, or two stages here."""
@@ -173,7 +174,8 @@ class Executor:
                 mine += theirs
                 theirs.copy_(mine)
         else:
-            all_reduce_coalesced(self.stages[action.stage].tied_summands(), self._grid.embedding)
+            summands = self.stages[action.stage].tied_summands()
+            all_reduce_coalesced(summands, self._grid.embedding, self._grid.device)
 
     def _pass_on(
         self,

@@ -13,8 +13,10 @@ each parameter, its gradient and AdamW's two moments, in the dtype of the master
 
     states(rank) = 4 x bytes x elements of its stages' layers and ends, as split over tp and dp
 
-with the vocabulary's padding, and dim 0 rounded up to a multiple of dp as fully_shard does (dp 1
-under NO_SHARD). Not in it: activations (`megagrid schedule` says of how many microbatches a rank
+with the vocabulary's padding, and dim 0 rounded up to a multiple of the ranks that split it as
+fully_shard does (`megagrid.config.sharding` has them: under ZERO1 others for the moments than for
+the rest). If layers differ in what `parallel.unsharded_modules` keeps whole of them, each counts
+like the heaviest. Not in it: activations (`megagrid schedule` says of how many microbatches a rank
 holds them), and gathered parameters, which pass.
 """
 
@@ -25,9 +27,10 @@ from dataclasses import dataclass
 
 from megagrid.config.dump import toml_value
 from megagrid.config.schema import Config, ModelConfig
+from megagrid.config.sharding import Sharding
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
-from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, is_split
 
 STATES = 4
 """Numbers that are kept for a parameter: itself, its gradient, and AdamW's two moments."""
@@ -109,17 +112,25 @@ class StateBytes:
     @classmethod
     def of(cls, config: Config, grid: Placement, num_stages: int) -> StateBytes:
         """Those of the recipe on the fullest rank of each stage's dp axis."""
-        parallel = config.parallel
-        share = ModelShare(config.model, grid.tp, 0, parallel.sequence_parallel)
-        dp = grid.dp if parallel.sharding_strategy != "NO_SHARD" else 1
+        parallel, model = config.parallel, config.model
+        share = ModelShare(model, grid.tp, 0, parallel.sequence_parallel)
+        sharding = Sharding.of(config, grid)
 
-        def of_unit(unit: Unit) -> int:
-            elements = sum(parameter.gathered(dp) // dp for parameter in unit)
-            return STATES * MASTER_BYTES[config.train.precision] * elements
+        def of_unit(unit: Unit, prefix: str = "") -> int:
+            elements = 0
+            for parameter in unit:
+                splits = (sharding.split, sharding.states_split)
+                if not is_split(config, prefix + parameter.module):
+                    splits = (1, 1)
+                for split in splits:
+                    elements += STATES // 2 * (parameter.gathered(split) // split)
+            return MASTER_BYTES[config.train.precision] * elements
 
         last = num_stages - 1
         ends = (share.ends(is_first=s == 0, is_last=s == last) for s in range(num_stages))
-        return cls(of_unit(share.layer()), tuple(map(of_unit, ends)))
+        layer, numbers = share.layer(), range(model.num_layers if parallel.unsharded_modules else 1)
+        heaviest = max(of_unit(layer, f"layers.{number}.") for number in numbers)
+        return cls(heaviest, tuple(map(of_unit, ends)))
 
     def by_rank(self, ranks: Sequence[int], counts: Sequence[int]) -> list[int]:
         """What each pipeline rank keeps, with `counts` layers in the stages."""

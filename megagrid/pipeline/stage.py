@@ -38,13 +38,15 @@ class Stage:
 
     Attributes:
         module: the piece of the model.
-        shards: what this rank owns of its parameters.
+        shards: what this rank holds of its parameters.
+        updated: what the rank's optimizer updates of them.
         sync: when its gradients are reduced over dp.
         late: where backward puts off the gradients of matrices, if the schedule splits it.
     """
 
     module: DecoderStage
     shards: Sequence[ParameterShard]
+    updated: Sequence[ParameterShard]
     sync: GradientSync
     late: LateWeightGradients | None = None
     _inputs: dict[int, Tensor] = field(default_factory=dict)

@@ -16,26 +16,36 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
                                    reduce_scatter               1               its gradients
            SHARD_GRAD_OP           all_gather                   1
                                    reduce_scatter               1
+           ZERO1                   all_reduce, all_gather       1 of each       gradients; weights
            NO_SHARD                all_reduce                   1
+           kept out of sharding    all_reduce                   1
            valid tokens            all_reduce                   1               8 bytes
+    dp_shard       HYBRID_SHARD    as FULL_SHARD
+    dp_replicate                   all_reduce                   1               a shard's gradients
     tp, kv, embedding              all_reduce                   1 a stage       gradients in parts
     world  norm, loss, news,       all_reduce                   1               8 (4 + ranks) bytes
            memory
 
-The step's gradients are reduced once, however many microbatches it has.
+The step's gradients are reduced once, however many microbatches it has. How often parameters are
+gathered where they stay so between passes, or lie split over fewer ranks (axis dp_reshard), depends
+on the order of a stage's forwards and backwards: `_gathers`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrid.config.schema import Config
+from megagrid.config.sharding import Sharding
 from megagrid.grid.placement import Coordinate, Placement
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import microbatches, training_schedule
-from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, summand_elements
+from megagrid.pipeline.schedules import Action, Kind, Schedule
+from megagrid.pipeline.schedules.action import GRADIENTS
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare
+from megagrid.plan.units import PlannedUnit, stage_units
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 """Of an element of activations and gathered parameters."""
@@ -66,13 +76,6 @@ REGIONS: dict[str, dict[bool, tuple[str | None, str | None]]] = {
 }
 """What a region of `megagrid.comm.regions` issues forward and backward; True: sequence parallel.
 The gathered input is kept for backward, so it isn't gathered again."""
-
-GATHERS: dict[str, tuple[int, int]] = {
-    "FULL_SHARD": (0, 2),
-    "SHARD_GRAD_OP": (1, 0),
-    "NO_SHARD": (0, 0),
-}
-"""All-gathers of a unit in a step: so many, and so many more for each microbatch."""
 
 
 def step_communication(config: Config, placement: Placement, coordinate: Coordinate) -> list[Row]:
@@ -115,7 +118,9 @@ class _Rank:
         train, parallel, model = config.train, config.parallel, config.model
         self.placement = placement
         self.coordinate = coordinate
-        self.strategy = parallel.sharding_strategy
+        self.config = config
+        self.sharding = Sharding.of(config, placement)
+        self.shard_index = self.sharding.index(placement, coordinate)
         self.sequence_parallel = parallel.sequence_parallel and placement.tp > 1
         self.microbatches = microbatches(config, placement)
         self.compute_bytes = COMPUTE_BYTES[train.precision]
@@ -137,13 +142,22 @@ class _Rank:
     def has_head(self) -> bool:
         return self.last_stage in self.stages
 
-    def ends(self, stage: int) -> Unit:
-        """The unit of a stage's parameters outside its layers."""
-        return self.share.ends(is_first=stage == 0, is_last=stage == self.last_stage)
-
-    def units(self, stage: int) -> list[Unit]:
+    def units(self, stage: int) -> list[PlannedUnit]:
         """All units of a stage."""
-        return [*[self.share.layer()] * len(self.layers[stage]), self.ends(stage)]
+        return stage_units(
+            self.config,
+            self.share,
+            self.layers[stage],
+            is_first=stage == 0,
+            is_last=stage == self.last_stage,
+        )
+
+    def order(self, stage: int) -> list[Action]:
+        """The forwards and backwards of a stage of this rank."""
+        schedule, pp = self.schedule, self.coordinate.pp
+        is_schedule = isinstance(schedule, Schedule)
+        order = schedule.orders[pp] if is_schedule else schedule.compute_order(pp)
+        return [action for action in order if action.stage == stage]
 
     def axis_size(self, axis: str) -> int:
         ends = {self.schedule.rank_of_stage(stage) for stage in (0, self.last_stage)}
@@ -151,6 +165,9 @@ class _Rank:
             "kv": self.share.kv_copies,
             "embedding": len(ends) if self.coordinate.pp in ends else 1,
             "world": self.placement.world_size,
+            "dp_shard": self.sharding.split,
+            "dp_replicate": self.sharding.replicas,
+            "dp_reshard": int(self.sharding.after_forward),
         }
         return sizes[axis] if axis in sizes else self.placement.size(axis)
 
@@ -192,32 +209,73 @@ def _pipeline(rank: _Rank) -> Iterator[Row]:
 
 def _data_parallel(rank: _Rank) -> Iterator[Row]:
     """Each unit's parameters gathered as the strategy has it, its gradients reduced once."""
-    units = [("layers", rank.share.layer(), rank.num_layers)]
-    units += [(f"ends of stage {stage}", rank.ends(stage), 1) for stage in rank.stages]
-    shards = rank.strategy != "NO_SHARD"
-    for what, unit, times in units:
-        elements = sum(parameter.gathered(rank.placement.dp if shards else 1) for parameter in unit)
-        if elements == 0:
-            continue
-        once, each = GATHERS[rank.strategy]
-        gathers = times * (once + each * rank.microbatches)
-        reduce = "reduce_scatter" if shards else "all_reduce"
-        gradients = elements * rank.master_bytes
-        yield Row(f"{what}, parameters", "dp", "all_gather", gathers, elements * rank.compute_bytes)
-        yield Row(f"{what}, gradients", "dp", reduce, times, gradients)
+    sharding, master = rank.sharding, rank.master_bytes
+    for stage in rank.stages:
+        gathers = _gathers(rank, stage) if sharding.split > 1 else {}
+        for unit, times in Counter(map(_nameless, rank.units(stage))).items():
+            what = f"a unit of stage {stage}"
+            elements = sum(parameter.gathered(sharding.split) for parameter in unit.split)
+            for axis, calls in gathers.items() if elements else ():
+                bytes_ = elements * rank.compute_bytes
+                yield Row(f"{what}, parameters", axis, "all_gather", times * calls, bytes_)
+            if elements and sharding.split > 1:
+                axis, bytes_ = sharding.split_axis, elements * master
+                yield Row(f"{what}, gradients", axis, "reduce_scatter", times, bytes_)
+            if elements and sharding.replicas > 1:
+                axis, bytes_ = sharding.replica_axis, elements // sharding.split * master
+                yield Row(f"{what}, gradients", axis, "all_reduce", times, bytes_)
+            if elements and sharding.states_split > sharding.split:
+                updated = sum(parameter.gathered(sharding.states_split) for parameter in unit.split)
+                bytes_ = updated * master
+                yield Row(f"{what}, new weights", sharding.axis, "all_gather", times, bytes_)
+            if whole := sum(parameter.gathered(1) for parameter in unit.whole):
+                bytes_ = whole * master
+                yield Row(f"{what}, whole gradients", sharding.axis, "all_reduce", times, bytes_)
+
+
+def _nameless(unit: PlannedUnit) -> PlannedUnit:
+    """Units that differ in their name alone are communicated alike."""
+    return replace(unit, name="")
+
+
+def _gathers(rank: _Rank, stage: int) -> Counter[str]:
+    """How often each unit of a stage is gathered in a step, by axis.
+
+    Between passes a unit's parameters lie split (over the axis that splits them, or after a forward
+    over the ranks of dp_reshard), or they are still whole: then nothing is gathered.
+    """
+    sharding, order = rank.sharding, rank.order(stage)
+    last = [action for action in order if action.kind in GRADIENTS][-1]
+    after_forward = {True: sharding.split_axis, False: None}.get(
+        sharding.after_forward, "dp_reshard"
+    )
+    gathers: Counter[str] = Counter()
+    split_over: str | None = sharding.split_axis
+    for action in order:
+        if action.kind is not Kind.W and split_over is not None:
+            gathers[split_over] += 1
+        if action.kind is Kind.F:
+            split_over = after_forward
+        else:
+            is_kept = sharding.hold and action != last
+            split_over = None if is_kept else sharding.split_axis
+    return gathers
 
 
 def _summands(rank: _Rank) -> Iterator[Row]:
     """Gradients of which ranks have summands, added up on the shards that dp leaves: one message
     for each stage and axis."""
-    shards = rank.strategy != "NO_SHARD"
-    dp, dp_rank = (rank.placement.dp, rank.coordinate.dp) if shards else (1, 0)
+    split = rank.sharding.split
     for axis, what in (
         ("tp", "norms and biases"),
         ("kv", "shared key/value heads"),
         ("embedding", "tied embedding"),
     ):
         for stage in rank.stages:
-            elements = summand_elements(rank.units(stage), axis, dp, dp_rank)
+            elements = 0
+            for unit in rank.units(stage):
+                for parameters, ranks in ((unit.split, split), (unit.whole, 1)):
+                    index = rank.shard_index % ranks
+                    elements += sum(p.summand_elements(axis, ranks, index) for p in parameters)
             calls = 1 if elements else 0
             yield Row(what, axis, "all_reduce", calls, elements * rank.master_bytes)

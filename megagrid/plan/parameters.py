@@ -15,10 +15,10 @@ norms of head_dim, of whose gradient each tp rank has what its own heads add.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megagrid.config.schema import ModelConfig
+from megagrid.config.modules import is_unsharded
+from megagrid.config.schema import Config, ModelConfig
 
 NO_ROWS = range(0)
 
@@ -33,10 +33,12 @@ class LocalParameter:
 
     Attributes:
         shape: local shape, padding of the vocabulary included.
+        module: that holds it, by its name in the layer, or in the model outside layers.
         summands: rows, by axis, of whose gradient each rank of that axis has a summand only.
     """
 
     shape: tuple[int, ...]
+    module: str
     summands: tuple[tuple[str, range], ...] = ()
 
     def gathered(self, dp: int) -> int:
@@ -66,7 +68,7 @@ class LocalParameter:
 
 
 Unit = tuple[LocalParameter, ...]
-"""The parameters that fully_shard gathers together."""
+"""Parameters that belong together: a layer's, or what a stage has beside layers."""
 
 
 @dataclass(frozen=True)
@@ -97,67 +99,74 @@ class ModelShare:
         k = model.num_kv_heads * self.kv_copies * model.head_dim // t
         up = f // t * (2 if model.family == "llama" else 1)
         shared = (("kv", range(q, q + 2 * k)),) if self.kv_copies > 1 else ()
+        widen = "mlp.gate_up" if model.family == "llama" else "mlp.up"
         matrices = (
-            LocalParameter((q + 2 * k, h), shared),
-            LocalParameter((h, q)),
-            LocalParameter((up, h)),
-            LocalParameter((h, f // t)),
+            LocalParameter((q + 2 * k, h), "attention.qkv", shared),
+            LocalParameter((h, q), "attention.wo"),
+            LocalParameter((up, h), widen),
+            LocalParameter((h, f // t), "mlp.down"),
         )
-        qkv_bias = LocalParameter((q + 2 * k,), shared)
+        norms = (*self.norm("attention_norm"), *self.norm("mlp_norm"))
+        qkv_bias = LocalParameter((q + 2 * k,), "attention.qkv", shared)
         if model.family == "llama":
-            head_norms = (self._head_norm(),) * (2 if model.qk_norm else 0)
+            names = ("attention.q_norm", "attention.k_norm") if model.qk_norm else ()
+            head_norms = (self._head_norm(name) for name in names)
             biases = (qkv_bias,) * model.qkv_bias
-            return (*self.norm(), *self.norm(), *head_norms, *matrices, *biases)
+            return (*norms, *head_norms, *matrices, *biases)
         biases = (
             qkv_bias,
-            self._whole(h),
-            LocalParameter((up,)),
-            self._whole(h),
+            self._whole("attention.wo", h),
+            LocalParameter((up,), widen),
+            self._whole("mlp.down", h),
         )
-        return (*self.norm(), *self.norm(), *matrices, *biases)
+        return (*norms, *matrices, *biases)
 
-    def norm(self) -> Unit:
+    def norm(self, module: str) -> Unit:
         """A norm's weight, and its bias if it has one."""
-        return (self._whole(self.model.hidden_size),) * (1 if self.model.family == "llama" else 2)
+        count = 1 if self.model.family == "llama" else 2
+        return (self._whole(module, self.model.hidden_size),) * count
 
     def positions(self) -> Unit:
         """Learned positions; nothing where they are rotations."""
         if self.model.family == "llama":
             return ()
-        return (self._whole(self.model.max_seq_length, self.model.hidden_size),)
+        rows = self.model.max_seq_length
+        return (self._whole("position_embedding", rows, self.model.hidden_size),)
 
-    def table(self, *, in_two_stages: bool) -> LocalParameter:
+    def table(self, module: str, *, in_two_stages: bool) -> LocalParameter:
         """The embedding or the head. If both are one and lie `in_two_stages`, each stage has a
         summand of the rows that aren't padding."""
         first = self.tp_rank * self.vocab_rows
         rows = max(0, min(self.vocab_rows, self.model.vocab_size - first))
         summands = (("embedding", range(rows)),) if in_two_stages else ()
-        return LocalParameter((self.vocab_rows, self.model.hidden_size), summands)
+        return LocalParameter((self.vocab_rows, self.model.hidden_size), module, summands)
 
     def ends(self, *, is_first: bool, is_last: bool) -> Unit:
-        """What a stage has beside its layers: the unit that fully_shard makes of the rest."""
+        """What a stage has beside its layers."""
         tied = self.model.tied_embeddings
-        table = self.table(in_two_stages=tied and not (is_first and is_last))
-        unit: list[LocalParameter] = []
+        in_two_stages = tied and not (is_first and is_last)
+        found: list[LocalParameter] = []
         if is_first:
-            unit += [table, *self.positions()]
+            found += [self.table("embedding", in_two_stages=in_two_stages), *self.positions()]
         if is_last:
-            unit += self.norm()
+            found += self.norm("norm")
         if is_last and not (tied and is_first):
-            unit.append(table)
-        return tuple(unit)
+            found.append(self.table("head", in_two_stages=in_two_stages))
+        return tuple(found)
 
-    def _head_norm(self) -> LocalParameter:
+    def _head_norm(self, module: str) -> LocalParameter:
         """The same on every tp rank, each of which has some heads only."""
         rows = self.model.head_dim
-        return LocalParameter((rows,), (("tp", range(rows)),) if self.tp > 1 else ())
+        return LocalParameter((rows,), module, (("tp", range(rows)),) if self.tp > 1 else ())
 
-    def _whole(self, *shape: int) -> LocalParameter:
+    def _whole(self, module: str, *shape: int) -> LocalParameter:
         """The same on every tp rank; under sequence parallelism each sees a share of tokens."""
         partial = self.sequence_parallel and self.tp > 1
-        return LocalParameter(shape, (("tp", range(shape[0])),) if partial else ())
+        return LocalParameter(shape, module, (("tp", range(shape[0])),) if partial else ())
 
 
-def summand_elements(units: Sequence[Unit], axis: str, dp: int, dp_rank: int) -> int:
-    """Elements that a rank sums over `axis` once a step."""
-    return sum(p.summand_elements(axis, dp, dp_rank) for unit in units for p in unit)
+def is_split(config: Config, module: str) -> bool:
+    """Whether the strategy's split is that of the module of that global name, which may be kept out
+    of it."""
+    patterns = config.parallel.unsharded_modules
+    return not (patterns and is_unsharded(module, config.model, patterns))

@@ -12,12 +12,14 @@ from megagrid.config.schema import Config, ModelConfig
 from megagrid.data_parallel.sharding import (
     COMPUTE_DTYPES,
     MASTER_DTYPES,
-    STRATEGIES,
     GradientSync,
+    Spread,
+    by_unit,
     shard_stage,
 )
-from megagrid.grid.grid import Axis, Grid, build_grid
+from megagrid.grid.grid import Axis, Grid
 from megagrid.grid.placement import Placement
+from megagrid.grid.start import grid_of
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
 from megagrid.nn.init import initialise
@@ -35,7 +37,8 @@ class Engine:
     """One rank's part of a run: the model, its optimizer and the programs that drive it.
 
     Attributes:
-        shards: what this rank owns of the parameters, over all its stages.
+        shards: what this rank holds of the parameters, over all its stages. What it updates of them
+            is the optimizer's: less, where only its states are split.
         training, evaluation: what this rank runs in a step, and to evaluate a global batch.
     """
 
@@ -62,12 +65,13 @@ def build_engine(config: Config, grid: Grid) -> Engine:
         number: _build(config, grid, module, is_split=is_split)
         for number, module in modules.items()
     }
-    shards = [shard for stage in stages.values() for shard in stage.shards]
     return Engine(
         config=config,
         grid=grid,
-        shards=shards,
-        optimizer=AdamW(shards, config.optimizer),
+        shards=[shard for stage in stages.values() for shard in stage.shards],
+        optimizer=AdamW(
+            [shard for stage in stages.values() for shard in stage.updated], config.optimizer
+        ),
         executor=Executor(stages, grid, COMPUTE_DTYPES[config.train.precision]),
         training=training,
         evaluation=evaluation_program(training),
@@ -80,20 +84,18 @@ def outline(config: Config, placement: Placement, *, with_optimizer: bool) -> It
     Tensors have shapes and places, and no memory: they are on the meta device.
     """
     training = training_program(config, placement)
-    ends = training.placement[0], training.placement[-1]
-    splits = STRATEGIES[config.parallel.sharding_strategy].shards
     for rank in range(placement.world_size):
-        grid = build_grid(
-            placement, rank, "meta", config.model.num_kv_heads, ends, has_groups=False
+        grid = grid_of(config, placement, rank, "meta", has_groups=False)
+        spread = Spread.of(config, grid)
+        shards, updated = (
+            [
+                shard
+                for module in _modules(config, grid, training).values()
+                for shard in parameter_shards(module, sharing, cut=True)
+            ]
+            for sharing in (spread.of_weights, spread.of_states)
         )
-        shards = [
-            shard
-            for module in _modules(config, grid, training).values()
-            for shard in parameter_shards(
-                module, _replicated_over(config, grid), split_over=grid.dp_cp if splits else None
-            )
-        ]
-        yield entries(shards, AdamW(shards, config.optimizer) if with_optimizer else None)
+        yield entries(shards, AdamW(updated, config.optimizer) if with_optimizer else None)
 
 
 def _modules(config: Config, grid: Grid, training: Program) -> dict[int, DecoderStage]:
@@ -117,12 +119,6 @@ def _share(layers: list[range], stage: int) -> StageShare:
     return StageShare(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
 
 
-def _replicated_over(config: Config, grid: Grid) -> Axis | None:
-    """The dp_cp axis, where each of its ranks holds whole parameters."""
-    shards = STRATEGIES[config.parallel.sharding_strategy].shards
-    return grid.dp_cp if grid.dp_cp.size > 1 and not shards else None
-
-
 def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
     """The two holders of a tied embedding, as `stage` sees them.
 
@@ -144,13 +140,24 @@ def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) 
     Args:
         is_split: the schedule has backwards whose weight gradients come later.
     """
-    strategy = STRATEGIES[config.parallel.sharding_strategy]
-    shard_stage(module, grid, strategy, config.train.precision)
-    module.to_empty(device=grid.device)
-    shards = parameter_shards(module, _replicated_over(config, grid))
+    spread = Spread.of(config, grid)
+    shard_stage(module, config, spread, grid.device)
+    module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)
+    shards = updated = parameter_shards(module, spread.of_weights)
     initialise(shards, config.train.seed)
     late = module.put_off_weight_gradients() if is_split else None
-    return Stage(module, shards, GradientSync(module, strategy), late)
+    gathered: list[list[ParameterShard]] = []
+    if spread.splits_states_alone:
+        updated = parameter_shards(module, spread.of_states, cut=True)
+        gathered = by_unit(module, config, updated)
+    sync = GradientSync(
+        module,
+        hold=spread.sharding.hold,
+        updated=gathered,
+        axis=spread.states,
+        device=grid.device,
+    )
+    return Stage(module, shards, updated, sync, late)
 
 
 def build_whole_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:

@@ -43,7 +43,8 @@ def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> No
     Raises:
         ConfigError: names the keys that make the states what they are.
     """
-    if grid.device.type == "cpu":
+    home = torch.device("cpu") if config.memory.cpu_offload else grid.device
+    if home.type == "cpu":
         first = environment.rank - environment.local_rank
         ranks: Sequence[int] = range(first, first + environment.local_world_size)
         room, where = bootstrap.memory_bytes(), "this machine"
@@ -57,14 +58,15 @@ def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> No
         shape = ", ".join(f"model.{key}={getattr(config.model, key)}" for key in keys)
         raise ConfigError(
             f"weights, gradients and optimizer states of {shape} take {needed / GB:,.1f} GB on "
-            f"{where}, which has {room / GB:,.1f} GB; make the model smaller, or "
-            f"{_more_room(grid.device)}"
+            f"{where}, which has {room / GB:,.1f} GB; make the model smaller, or {_more_room(home)}"
         )
 
 
 def _state_bytes(config: Config, grid: Grid, rank: int) -> int:
     kept = persistent_bytes(config, grid.placement, grid.placement.coordinate(rank))
-    return kept.total + kept.exp_avg  # a gradient has the elements of a moment
+    # A gradient has the elements of a moment, or of the weight where only moments are split.
+    states_alone = config.parallel.sharding_strategy == "ZERO1"
+    return kept.total + (kept.weights if states_alone else kept.exp_avg)
 
 
 def _more_room(device: torch.device) -> str:
@@ -73,7 +75,8 @@ def _more_room(device: torch.device) -> str:
         return "spread the ranks over more machines"
     return (
         "raise parallel.tensor_parallel_size, parallel.pipeline_parallel_size, or "
-        'parallel.data_parallel_size under parallel.sharding_strategy="FULL_SHARD"'
+        'parallel.data_parallel_size under parallel.sharding_strategy="FULL_SHARD", or set '
+        "memory.cpu_offload=true"
     )
 
 

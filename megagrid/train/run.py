@@ -18,7 +18,7 @@ from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import STOPPED
 from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
-from megagrid.grid.start import running_grid
+from megagrid.grid.start import running_grid, with_shard_size
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
 from megagrid.hf.start import start_from
@@ -46,6 +46,7 @@ def train(config: Config, stop: StopRequest) -> int:
         running_grid(config, environment) as grid,
         stop.by_signals(),
     ):
+        config = with_shard_size(config, grid.dp_shard.size)
         check_memory(config, grid, environment)
         code = Run(config, grid, stop).run()
     if code == 0 and environment.rank == 0:

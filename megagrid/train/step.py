@@ -84,7 +84,7 @@ def compute_gradients(
     with watch.part("norm"):
         # One message for all that the ranks must know of each other at the end of a step.
         totals = torch.zeros(4 + grid.world.size, dtype=torch.float64, device=grid.device)
-        totals[0] = local_squared_norm(engine.shards, grid.device)
+        totals[0] = local_squared_norm(engine.optimizer.shards, grid.device)
         if grid.tp.rank == 0:
             totals[1] = loss
         totals[2:4] = torch.tensor(astuple(news()))
@@ -102,8 +102,10 @@ def compute_gradients(
 
 def apply_gradients(engine: Engine, grad_norm: float, lr: float) -> None:
     """Clip by the global norm, update the weights and drop the gradients."""
-    clip_gradients(engine.shards, grad_norm, engine.config.optimizer.clip_grad)
+    clip_gradients(engine.optimizer.shards, grad_norm, engine.config.optimizer.clip_grad)
     engine.optimizer.step(lr)
+    for stage in engine.executor.stages.values():
+        stage.sync.after_update()
 
 
 def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 from megagrid.checkpoint import entries, load, save
 from megagrid.config.schema import OptimizerConfig
-from megagrid.data_parallel.sharding import STRATEGIES, dp_mesh
+from megagrid.config.sharding import STRATEGIES
+from megagrid.data_parallel.sharding import dp_mesh
 from megagrid.grid.grid import Axis
-from megagrid.nn.layout import Box, Layout, Piece, parameter_shards
+from megagrid.nn.layout import Box, Layout, Piece, Sharing, parameter_shards
 from megagrid.optim.adamw import AdamW
 from tests.checkpoint.cuts import global_tensor, right_values
 
@@ -49,9 +50,14 @@ def save_shards(folder: Path, strategy: str) -> dict[str, tuple[int, ...]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = Axis("world", tuple(range(size)), rank, dist.group.WORLD)
     stage = Stage()
-    fully_shard(stage, mesh=dp_mesh(world, torch.device("cpu"), STRATEGIES[strategy]))
-    shards = parameter_shards(stage, None if STRATEGIES[strategy].shards else world)
-    boxes = entries(shards, AdamW(shards, OptimizerConfig()))
+    alone = Axis.single("dp_shard", rank)
+    weights = Sharing(world, alone) if STRATEGIES[strategy].shards else Sharing(alone, world)
+    mesh = dp_mesh(world, weights.replicas, weights.split, torch.device("cpu"))
+    fully_shard(stage, mesh=mesh)
+    shards = updated = parameter_shards(stage, lambda module: weights)
+    if strategy == "ZERO1":
+        updated = parameter_shards(stage, lambda module: Sharing(world, alone), cut=True)
+    boxes = entries(shards, AdamW(updated, OptimizerConfig()))
     for entry in boxes:
         entry.tensor.copy_(right_values(entry))
     checkpoint = save(folder, boxes, {"step": 1}, world=world)
@@ -62,31 +68,27 @@ def save_shards(folder: Path, strategy: str) -> dict[str, tuple[int, ...]]:
     return {entry.name: entry.box.sizes for entry in boxes if entry.is_written_here}
 
 
+# 7 rows over 3 ranks: 3, 3, 1; the two values of the bias: 1, 1, none.
+SPLIT = [
+    {"gate": (3, 3), "bias": (1,)},
+    {"gate": (1, 3), "up": (2, 3), "bias": (1,)},
+    {"up": (1, 3)},
+]
+WHOLE = [{"gate": (4, 3), "up": (3, 3), "bias": (2,)}, {}, {}]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "written"),
-    [
-        # 7 rows over 3 ranks: 3, 3, 1; the two values of the bias: 1, 1, none.
-        (
-            "FULL_SHARD",
-            [
-                {"gate": (3, 3), "bias": (1,)},
-                {"gate": (1, 3), "up": (2, 3), "bias": (1,)},
-                {"up": (1, 3)},
-            ],
-        ),
-        ("NO_SHARD", [{"gate": (4, 3), "up": (3, 3), "bias": (2,)}, {}, {}]),
-    ],
+    ("strategy", "weights", "states"),
+    [("FULL_SHARD", SPLIT, SPLIT), ("ZERO1", WHOLE, SPLIT), ("NO_SHARD", WHOLE, WHOLE)],
 )
 def test_each_rank_writes_what_fully_shard_left_it(
-    strategy: str, written: list[dict], tmp_path: Path, ranks
+    strategy: str, weights: list[dict], states: list[dict], tmp_path: Path, ranks
 ) -> None:
     results = ranks.run(save_shards, tmp_path, strategy, world_size=3)
-    for result, weights in zip(results, written, strict=True):
-        assert result == {
-            prefix + name: sizes
-            for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
-            for name, sizes in weights.items()
-        }
+    for result, of_weights, of_states in zip(results, weights, states, strict=True):
+        moments = ("optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+        expected = {prefix + name: n for prefix in moments for name, n in of_states.items()}
+        assert result == of_weights | expected
 
 
 def test_a_checkpoint_of_shards_is_the_whole_model(tmp_path: Path, ranks) -> None:

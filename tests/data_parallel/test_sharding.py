@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megagrid.config.presets import parameter_count
-from megagrid.data_parallel.sharding import STRATEGIES
+from megagrid.config.sharding import STRATEGIES
 from megagrid.grid.placement import Placement
 from megagrid.train.build import Engine
 from megagrid.train.metrics import Stopwatch

@@ -21,8 +21,8 @@ from megagrid.config.rules import check
 from megagrid.config.rules import placement as placement_of
 from megagrid.config.schema import Config
 from megagrid.errors import MegagridError
-from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Placement
+from megagrid.grid.start import grid_of
 from megagrid.nn.layout import Box
 from megagrid.train import run as run_module
 from megagrid.train.metrics import StepRecord, read_records
@@ -145,7 +145,7 @@ class RankReport:
 def work_on_rank(config: Config, work: Work) -> RankReport:
     """Build the run on this rank of the pool, and do `work` with it."""
     placement = placement_of(config, dist.get_world_size())
-    grid = build_grid(placement, dist.get_rank(), "cpu", config.model.num_kv_heads)
+    grid = grid_of(config, placement, dist.get_rank(), "cpu")
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         try:

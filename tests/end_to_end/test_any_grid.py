@@ -77,6 +77,11 @@ def leg(placement: Placement, *keys: Sections) -> Leg:
 
 
 NO_SHARD, SHARD_GRAD_OP = strategy("NO_SHARD"), strategy("SHARD_GRAD_OP")
+ZERO1 = strategy("ZERO1")
+HYBRID = {"parallel": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}
+OVER_TWO = {"parallel": {"reshard_after_forward": 2}}
+KEEP_NORMS = {"parallel": {"unsharded_modules": ["norm", "layers.*_norm", "layers.1.attention"]}}
+OFFLOAD = {"memory": {"cpu_offload": True}}
 PADDED = {"model": {"make_vocab_size_divisible_by": 5}}
 """61 words are 65 rows on one tp rank, 70 on two, 80 on four."""
 
@@ -126,6 +131,18 @@ JOURNEYS = {
             leg(ALONE),
             leg(TP4, SP),
             leg(PP2, layers_per_stage(1, 3)),
+        ],
+    ),
+    # Weights and moments in other ranks' hands than one another, and in the host's memory.
+    "llama-shards": (
+        merged(PADDED, TIED),
+        [
+            leg(DP4, HYBRID),
+            leg(PP2DP2, ZERO1, ZBV),
+            leg(DP4, OFFLOAD, OVER_TWO),
+            leg(TP2DP2, KEEP_NORMS, SP),
+            leg(DP2, ZERO1, OFFLOAD),
+            leg(PP2DP2, SHARD_GRAD_OP),
         ],
     ),
     "eight-ranks": (

@@ -11,6 +11,7 @@ from megagrid.train.run import Run
 from tests.end_to_end.t0 import (
     BF16,
     DP2,
+    DP4,
     GPT,
     PP2,
     PP2DP2,
@@ -25,7 +26,9 @@ from tests.end_to_end.t0 import (
 )
 
 DP3 = Placement(dp=3)
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "NO_SHARD")
+HYBRID = {"parallel": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}
+KEEP_NORMS = {"parallel": {"unsharded_modules": ["norm", "layers.*_norm", "layers.1.attention"]}}
 
 
 def kept_by_engine(run: Run) -> PersistentBytes:
@@ -61,6 +64,11 @@ def by_rank(config: Config, placement: Placement) -> list[PersistentBytes]:
         pytest.param(TP2DP2, {"model": {"make_vocab_size_divisible_by": 8}}, id="tp2dp2-padded"),
         pytest.param(PP2DP2, merged(BF16, GPT, TIED), id="pp2dp2-bf16-gpt-tied"),
         pytest.param(DP2, {"train": {"precision": "fp64"}}, id="dp2-fp64"),
+        pytest.param(DP4, HYBRID, id="dp4-hybrid"),
+        pytest.param(DP4, merged(HYBRID, KEEP_NORMS), id="dp4-hybrid-norms-whole"),
+        pytest.param(TP2DP2, merged(KEEP_NORMS, SP), id="tp2dp2-norms-whole"),
+        pytest.param(PP2DP2, merged(strategy("ZERO1"), BF16, TIED), id="pp2dp2-zero1-bf16"),
+        pytest.param(DP3, {"memory": {"cpu_offload": True}}, id="dp3-offload"),
         pytest.param(TP2DP2, {"model": {"qkv_bias": True, "qk_norm": True}}, id="tp2dp2-qwen"),
     ],
 )

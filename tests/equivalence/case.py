@@ -104,6 +104,7 @@ def _tiny(family: str) -> dict[str, dict[str, Any]]:
             "init_std": 0.15,
         },
         "parallel": {},
+        "memory": {},
         "train": {"seq_length": 32, "global_batch_size": GLOBAL_BATCH, "device": "cpu"},
         "optimizer": {"lr": 1e-3},
         "data": {"paths": ["synthetic"]},

@@ -13,7 +13,7 @@ from tests.equivalence.case import SP, TIED, Case, Keys, Variant, schedule, shap
 
 LLAMA, GPT = Variant("llama", steps=3), Variant("gpt", steps=3)
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "NO_SHARD")
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrid.config.sharding import Sharding
 from megagrid.data import IGNORE, Batch, Loader, Sampler, SyntheticDataset
 from megagrid.grid.grid import Axis, Grid, build_grid
 from megagrid.grid.placement import Placement
+from megagrid.grid.start import grid_of
 from megagrid.nn.layout import ParameterShard
 from megagrid.pipeline.program import training_schedule
 from megagrid.train.build import Engine, build_engine
@@ -101,12 +102,16 @@ class RankRun:
 
 
 def _train_on_rank(cases: Sequence[Case], under: Surroundings | None) -> list[RankRun]:
-    grid_of = cache(rank_grid)
+    grids: dict[Hashable, Grid] = {}
     runs = []
     for case in cases:
         stages = training_schedule(case.config, case.placement).placement
-        ends = stages[0], stages[-1]
-        engine = engine_of(case, grid_of(case.placement, case.config.model.num_kv_heads, ends))
+        sharding = Sharding.of(case.config, case.placement)
+        key = (case.placement, case.config.model.num_kv_heads, stages[0], stages[-1])
+        key += (sharding.split, sharding.after_forward)
+        if key not in grids:
+            grids[key] = grid_of(case.config, case.placement, dist.get_rank(), "cpu")
+        engine = engine_of(case, grids[key])
         with under(engine) if under else nullcontext():
             runs.append(_train_engine(engine, case.variant.ignored))
     return runs

@@ -12,7 +12,7 @@ from torch import nn
 
 from megagrid.grid.grid import Axis
 from megagrid.nn.init import ZEROS
-from megagrid.nn.layout import Box, Layout, Piece, parameter_shards
+from megagrid.nn.layout import Box, Layout, Piece, Sharing, parameter_shards
 
 
 @st.composite
@@ -146,5 +146,25 @@ def test_shards_share_their_parameters_memory():
 
 def test_replication_over_an_axis_reaches_every_shard():
     dp = Axis("dp", (0, 1), 1)
-    shards = parameter_shards(Twice(), replicated_over=dp)
+    shards = parameter_shards(Twice(), lambda module: Sharing(Axis.single("shard"), dp))
     assert [p.replicas for shard in shards for p, _ in shard.boxes] == [(dp,), (dp,)]
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, [0]), (1, [1]), (2, [])])
+def test_a_cut_has_its_rows_of_what_is_whole(rank, rows):
+    """Two rows over three ranks; the gradient is cut with them."""
+    split = Axis("dp", (0, 1, 2), rank)
+    module = Twice()
+    module.second.weight.grad = torch.arange(6.0).view(2, 3)
+    first, second = parameter_shards(
+        module, lambda path: Sharing(split, Axis.single("replicas")), cut=True
+    )
+    assert first.module == "first"
+    boxes = [(p.box.offsets[0], p.box.sizes[0]) for p, _ in first.boxes]
+    assert boxes == [(row, 1) for row in rows]
+    assert second.tensor.shape == (len(rows), 3)
+    assert torch.equal(second.grad, module.second.weight.grad[rows])
+    second.tensor.fill_(5.0)
+    expected = torch.zeros(2, 3)
+    expected[rows] = 5.0
+    assert torch.equal(module.second.weight, expected)

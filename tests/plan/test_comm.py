@@ -4,15 +4,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megagrid.comm.ledger import Ledger
 from megagrid.config.presets import PRESETS, parameter_count
 from megagrid.config.schema import Config, ModelConfig
 from megagrid.data import Loader, Sampler, SyntheticDataset
-from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Coordinate, Placement
+from megagrid.grid.start import grid_of
 from megagrid.pipeline.schedules import generate, save
 from megagrid.plan.comm import Row, as_calls, step_communication, wire_bytes
 from megagrid.plan.parameters import ModelShare
@@ -48,6 +47,7 @@ def run(placement: Placement, family: str = "llama", **keys) -> Config:
             "steps": 1,
             "device": "cpu",
         },
+        "memory": {},
         "data": {"paths": ["synthetic"]},
         "logging": {"run_dir": "unused"},
     }
@@ -69,8 +69,7 @@ def rows_of(config: Config, placement: Placement, **coordinate) -> list[Row]:
 
 def count_a_step(config: Config, placement: Placement) -> tuple[Counter, Counter]:
     """What the second step of a run on this rank is counted and planned to communicate."""
-    device = torch.device("cpu")
-    grid = build_grid(placement, dist.get_rank(), device, config.model.num_kv_heads)
+    grid = grid_of(config, placement, dist.get_rank(), "cpu")
     engine = build_engine(config, grid)
     train = config.train
     data = SyntheticDataset(config.model.vocab_size, train.seq_length, train.seed)
@@ -106,6 +105,16 @@ class Case:
 SP = {"parallel__sequence_parallel": True}
 TIED = {"model__tied_embeddings": True}
 BF16 = {"train__precision": "bf16"}
+HYBRID = {"parallel__sharding_strategy": "HYBRID_SHARD", "parallel__shard_size": 2}
+ZERO1 = {"parallel__sharding_strategy": "ZERO1"}
+KEEP_NORMS = {"parallel__unsharded_modules": ["norm", "layers.*_norm", "layers.1.attention"]}
+APART = {"parallel__wrap_embedding": True, "parallel__wrap_head": True}
+TWO_BLOCKS = {"parallel__blocks_per_unit": 2}
+KEPT = {"parallel__reshard_after_forward": False}
+OVER_TWO = {"parallel__reshard_after_forward": 2}
+NO_PREFETCH = {"parallel__forward_prefetch": 0, "parallel__backward_prefetch": 0}
+PREFETCH = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 3}
+OFFLOAD = {"memory__cpu_offload": True}
 QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 
@@ -149,6 +158,29 @@ CASES = [
     Case(pp=2, dp=2, keys=TIED | schedule("ZB1P")),
     Case(pp=2, dp=2, keys=BF16 | schedule("ZBV", 2) | strategy("SHARD_GRAD_OP")),
     Case(pp=2, dp=2, keys=TIED | schedule("Interleaved1F1B", 2) | strategy("NO_SHARD")),
+    Case(dp=4, keys=HYBRID | BF16 | {"train__micro_batch_size": 1}),
+    Case(dp=4, keys=HYBRID | {"parallel__shard_size": 1, "train__micro_batch_size": 1}),
+    Case(dp=4, keys=HYBRID | KEEP_NORMS | TWO_BLOCKS | {"train__micro_batch_size": 1}),
+    Case(tp=2, dp=2, keys=HYBRID | SP | {"parallel__shard_size": 1}),
+    Case(pp=2, dp=2, family="gpt", keys=HYBRID | TIED),
+    Case(dp=3, keys=ZERO1),
+    Case(dp=2, keys=ZERO1 | BF16 | TWO_BLOCKS),
+    Case(tp=2, dp=2, family="gpt", keys=ZERO1 | SP | TIED | APART),
+    Case(pp=2, dp=2, keys=ZERO1 | TIED | schedule("ZB1P")),
+    Case(dp=2, keys=APART | TWO_BLOCKS),
+    Case(dp=2, keys=APART | TIED),
+    Case(pp=2, dp=2, keys=APART | TIED | KEEP_NORMS),
+    Case(tp=2, dp=2, keys=KEEP_NORMS | SP | BF16),
+    Case(pp=2, dp=2, keys=KEEP_NORMS | schedule("ZBV", 2) | strategy("SHARD_GRAD_OP")),
+    Case(dp=2, keys=KEPT | TWO_BLOCKS),
+    Case(pp=2, dp=2, keys=KEPT),
+    Case(pp=2, dp=2, keys=KEPT | schedule("ZBV", 2)),
+    Case(pp=2, dp=2, keys=KEPT | schedule("Interleaved1F1B", 2) | APART),
+    Case(dp=4, keys=OVER_TWO | BF16 | {"train__micro_batch_size": 1}),
+    Case(dp=4, keys=OVER_TWO | KEEP_NORMS | {"train__micro_batch_size": 1}),
+    Case(dp=2, keys=NO_PREFETCH | APART),
+    Case(pp=2, dp=2, keys=PREFETCH | APART),
+    Case(pp=2, dp=2, keys=OFFLOAD | schedule("ZB1P")),
 ]
 
 
