@@ -31,6 +31,7 @@ from megagrid.grid import bootstrap
 from megagrid.hf.checks import check_folders
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
+from megagrid.plan.show_units import print_units
 from megagrid.terminal import warn_on_stderr
 from megagrid.train.launch import (
     end_with_launcher,
@@ -48,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show-config", action="store_true", help="print every key of the run, and stop"
     )
     parser.add_argument(
+        "--show-units",
+        action="store_true",
+        help="print what is gathered and reduced together, its bytes and its ranks, and stop",
+    )
+    parser.add_argument(
         "--nproc",
         type=int,
         metavar="N",
@@ -57,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or start the ranks that do."""
-    if bootstrap.is_rank() and not arguments.show_config:
+    if bootstrap.is_rank() and not (arguments.show_config or arguments.show_units):
         try:
             with interrupts_win():
                 return _run_rank(arguments)
@@ -72,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     _warn(config)
     if arguments.show_config:
         print(dump(config), end="")
+        return 0
+    if arguments.show_units:
+        print_units(config, placement(config, world_size))
         return 0
     _check_inputs(config)
     grid = placement(config, arguments.nproc)
