@@ -85,14 +85,16 @@ class StageShare:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
+    Nothing in a block but its parameters tells it from the stage's others: compiled, they are one.
+
     Shape: (s, b, h) -> same, or (s / tp, b, h) -> same under sequence parallelism.
     """
 
-    def __init__(
-        self, place: str, model: ModelConfig, architecture: Architecture, axes: ModelAxes
-    ) -> None:
+    DROPS = ("attention.probabilities", "attention", "mlp")
+    """The places in a block that drop, by their names in it."""
+
+    def __init__(self, model: ModelConfig, architecture: Architecture, axes: ModelAxes) -> None:
         super().__init__()
-        self.place = place
         self.dropout = model.dropout
         self.axes = axes
         # Residual branches add up 2 L times; scaled so, the sum keeps its variance (GPT-2).
@@ -105,7 +107,6 @@ class Block(nn.Module):
             "attention_norm", model.hidden_size, axes.tp, **norm
         )
         self.attention = Attention(
-            f"{place}.attention",
             model.hidden_size,
             model.num_heads,
             model.num_kv_heads,
@@ -120,15 +121,23 @@ class Block(nn.Module):
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
         self.mlp = architecture.mlp(model.hidden_size, model.ffn_hidden_size, axes.tp, **linear)
 
-    def forward(self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None) -> Tensor:
-        branch = self.attention(self.attention_norm(x), rope, streams)
-        x = x + self._drop(branch, "attention", streams)
+    def forward(self, x: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+        """
+        Args:
+            rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
+            dropout_keys: (3, b), of the places in `DROPS`; None switches dropout off.
+        """
+        of_probabilities, of_attention, of_mlp = (
+            (None, None, None) if dropout_keys is None else dropout_keys.unbind()
+        )
+        branch = self.attention(self.attention_norm(x), rope, of_probabilities)
+        x = x + self._drop(branch, of_attention)
         branch = self.mlp(self.mlp_norm(x))
-        return x + self._drop(branch, "mlp", streams)
+        return x + self._drop(branch, of_mlp)
 
-    def _drop(self, x: Tensor, branch: str, streams: DropoutStreams | None) -> Tensor:
+    def _drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
-        return dropout(x, self.dropout, streams, f"{self.place}.{branch}", first)
+        return dropout(x, self.dropout, keys, first)
 
 
 class DecoderStage(nn.Module):
@@ -177,7 +186,7 @@ class DecoderStage(nn.Module):
                     sequence_parallel=axes.sequence_parallel,
                 )
         self.layers = nn.ModuleDict(
-            {str(n): Block(f"layers.{n}", model, architecture, axes) for n in share.layers}
+            {str(n): Block(model, architecture, axes) for n in share.layers}
         )
         if share.is_last:
             self.norm = architecture.norm(
@@ -210,8 +219,8 @@ class DecoderStage(nn.Module):
         if self.share.is_first:
             x = self._embed(x.t(), streams)
         rope = self._rope(x) if self.rotated and len(self.layers) else None
-        for layer in self.layers.values():
-            x = layer(x, rope, streams)
+        for number, layer in self.layers.items():
+            x = layer(x, rope, self._dropout_keys(number, streams))
         if not self.share.is_last:
             return x
         logits = self._logits(x)
@@ -234,7 +243,15 @@ class DecoderStage(nn.Module):
         if not self.rotated:
             positions = torch.arange(first, first + x.shape[0], device=x.device)
             x = x + self.position_embedding(positions)
-        return dropout(x, self.model.dropout, streams, "embedding", first)
+        keys = None if streams is None else streams.of("embedding")
+        return dropout(x, self.model.dropout, keys, first)
+
+    def _dropout_keys(self, layer: str, streams: DropoutStreams | None) -> Tensor | None:
+        """Of the layer with that number: made here, as a tensor, so that a block knows neither its
+        number nor the step."""
+        if streams is None:
+            return None
+        return torch.stack([streams.of(f"layers.{layer}.{place}") for place in Block.DROPS])
 
     def _rope(self, x: Tensor) -> Tensor:
         share = self.axes.tp.size if self.axes.sequence_parallel else 1

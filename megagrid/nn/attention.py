@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megagrid.grid.grid import Axis
-from megagrid.nn.dropout import DropoutStreams, attention_dropout
+from megagrid.nn.dropout import attention_dropout
 from megagrid.nn.init import Init
 from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
 from megagrid.nn.norm import HeadNorm
@@ -27,7 +27,6 @@ class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v under a causal mask, from column- to row-parallel layer.
 
     Args:
-        place: global name, the dropout stream's.
         axis: tp.
         kv_axis: the ranks of tp that hold the same key/value head; of size 1 if each has its own.
         bias: of all four projections.
@@ -39,7 +38,6 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        place: str,
         hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
@@ -56,7 +54,6 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self.place = place
         self.head_dim = head_dim
         self.heads = num_heads // axis.size
         self.kv_heads = num_kv_heads * kv_axis.size // axis.size
@@ -88,12 +85,12 @@ class Attention(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: Tensor, rope: Tensor | None, streams: DropoutStreams | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         """
         Args:
             x: (s, b, h) or its share of s.
             rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
-            streams: None switches dropout off.
+            dropout_keys: (b,), of the probabilities; None switches dropout off.
         """
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
@@ -105,17 +102,15 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         # (s, b, heads, d) -> (b, heads, s, d), by strides alone.
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))
-        if self.dropout and streams is not None:
-            context = self._attend_with_dropout(q, k, v, streams)
+        if self.dropout and dropout_keys is not None:
+            context = self._attend_with_dropout(q, k, v, dropout_keys)
         else:
             context = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
             )
         return self.wo(context.permute(2, 0, 1, 3).reshape(s, b, -1))
 
-    def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, streams: DropoutStreams
-    ) -> Tensor:
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
         """Attention with the probabilities in sight: the fused kernels draw masks of their own."""
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -124,5 +119,4 @@ class Attention(nn.Module):
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
         probabilities = scores.softmax(dim=-1)
-        place = f"{self.place}.probabilities"
-        return attention_dropout(probabilities, self.dropout, streams, place, self.first_head) @ v
+        return attention_dropout(probabilities, self.dropout, keys, self.first_head) @ v

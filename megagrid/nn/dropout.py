@@ -32,32 +32,28 @@ class DropoutStreams:
         return hashing.bits(hashing.key(self.seed, "dropout", self.step, place), self.sample_ids)
 
 
-def dropout(
-    x: Tensor, rate: float, streams: DropoutStreams | None, place: str, first_position: int
-) -> Tensor:
+def dropout(x: Tensor, rate: float, keys: Tensor | None, first_position: int) -> Tensor:
     """Zero elements of `x` with probability `rate`, scale the others by 1 / (1 - rate).
 
     Args:
         x: (s, b, h), tokens from `first_position` of the sequence on.
-        streams: None switches dropout off (evaluation).
+        keys: (b,), from `DropoutStreams.of`; None switches dropout off (evaluation).
     """
-    if rate == 0.0 or streams is None:
+    if rate == 0.0 or keys is None:
         return x
     s, _, h = x.shape
     position = torch.arange(first_position, first_position + s, device=x.device)
     index = position.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
-    kept = hashing.keep(streams.of(place).view(1, -1, 1), index, 1.0 - rate)
+    kept = hashing.keep(keys.view(1, -1, 1), index, 1.0 - rate)
     return x * (kept.to(x.dtype) / (1.0 - rate))
 
 
-def attention_dropout(
-    probabilities: Tensor, rate: float, streams: DropoutStreams, place: str, first_head: int
-) -> Tensor:
+def attention_dropout(probabilities: Tensor, rate: float, keys: Tensor, first_head: int) -> Tensor:
     """The same for attention probabilities (b, heads, s, s), heads from `first_head` on."""
-    _, heads, queries, keys = probabilities.shape
+    _, heads, queries, columns = probabilities.shape
     device = probabilities.device
     head = torch.arange(first_head, first_head + heads, device=device).view(-1, 1, 1)
     query = torch.arange(queries, device=device).view(-1, 1)
-    index = (head * queries + query) * keys + torch.arange(keys, device=device)
-    kept = hashing.keep(streams.of(place).view(-1, 1, 1, 1), index, 1.0 - rate)
+    index = (head * queries + query) * columns + torch.arange(columns, device=device)
+    kept = hashing.keep(keys.view(-1, 1, 1, 1), index, 1.0 - rate)
     return probabilities * (kept.to(probabilities.dtype) / (1.0 - rate))

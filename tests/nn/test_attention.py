@@ -19,7 +19,6 @@ from tests.nn import dense
 
 S, B, H, HEADS, D = 8, 2, 12, 8, 4
 INIT = Init(std=1.0)
-PLACE = "layers.0.attention"
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Setting:
     qk_norm_eps: float | None = None
 
     @property
-    def streams(self) -> DropoutStreams | None:
-        return DropoutStreams(1, 2, torch.arange(B)) if self.dropout else None
+    def dropout_keys(self) -> Tensor | None:
+        return DropoutStreams(1, 2, torch.arange(B)).of("place") if self.dropout else None
 
     @property
     def rope(self) -> Tensor | None:
@@ -71,9 +70,7 @@ def definition(setting: Setting, x: Tensor, w: dense.Tensors) -> Tensor:
         q, k = rotate(q, setting.rope), rotate(k, setting.rope)
     kept = torch.ones(B, HEADS, S, S, dtype=torch.float64)
     if setting.dropout:
-        kept = attention_dropout(
-            kept, setting.dropout, setting.streams, f"{PLACE}.probabilities", first_head=0
-        )
+        kept = attention_dropout(kept, setting.dropout, setting.dropout_keys, first_head=0)
     shared = HEADS // setting.kv_heads
     rows = []
     for query in range(S):
@@ -91,7 +88,6 @@ def attention_on_rank(setting: Setting, sequence_parallel: bool):
     axis = dense.axis_of_all()
     kv_axis = dense.neighbours(max(1, axis.size // setting.kv_heads))
     layer = Attention(
-        PLACE,
         H,
         HEADS,
         setting.kv_heads,
@@ -111,7 +107,7 @@ def attention_on_rank(setting: Setting, sequence_parallel: bool):
     if sequence_parallel:
         x, grad = (t.chunk(axis.size)[axis.rank].clone() for t in (x, grad))
     x.requires_grad_()
-    y = layer(x, setting.rope, setting.streams)
+    y = layer(x, setting.rope, setting.dropout_keys)
     y.backward(grad)
     return y.detach(), x.grad, dense.gradients(layer)
 
@@ -154,7 +150,6 @@ def test_attention_equals_its_definition(ranks, name, size, sequence_parallel):
 def test_no_token_sees_a_later_one():
     """Directly: a change at position 5 leaves outputs 0 to 4 bit-equal."""
     layer = Attention(
-        PLACE,
         H,
         HEADS,
         2,

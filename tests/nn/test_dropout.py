@@ -21,18 +21,18 @@ def streams(step: int = 3, samples: tuple[int, ...] = (10, 11, 12, 13), seed: in
 def mask(rate: float = 0.3, place: str = "layers.0.mlp", first: int = 0, s: int = S, **keys):
     """What is left of ones."""
     given = streams(**keys)
-    return dropout(torch.ones(s, len(given.sample_ids), H), rate, given, place, first)
+    return dropout(torch.ones(s, len(given.sample_ids), H), rate, given.of(place), first)
 
 
 def attention_mask(first_head: int = 0, heads: int = HEADS, **keys) -> Tensor:
     given = streams(**keys)
     ones = torch.ones(len(given.sample_ids), heads, S, S)
-    return attention_dropout(ones, 0.3, given, "layers.0.attention.probabilities", first_head)
+    return attention_dropout(ones, 0.3, given.of("layers.0.attention.probabilities"), first_head)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_rate_is_dropped_and_the_rest_keeps_the_mean(rate):
-    kept = dropout(torch.ones(64, 4, 512), rate, streams(), "place", 0)
+    kept = dropout(torch.ones(64, 4, 512), rate, streams().of("place"), 0)
     values = kept.unique().tolist()
     assert values == [0.0, pytest.approx(1 / (1 - rate))]
     count = kept.numel()
@@ -42,8 +42,8 @@ def test_rate_is_dropped_and_the_rest_keeps_the_mean(rate):
 
 def test_nothing_is_dropped_at_rate_0_or_in_an_evaluation():
     x = torch.randn(S, B, H)
-    assert dropout(x, 0.0, streams(), "place", 0) is x
-    assert dropout(x, 0.5, None, "place", 0) is x
+    assert dropout(x, 0.0, streams().of("place"), 0) is x
+    assert dropout(x, 0.5, None, 0) is x
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -87,13 +87,13 @@ def test_samples_and_positions_of_one_forward_drop_differently():
 
 def test_gradient_is_dropped_with_the_same_mask():
     x = torch.randn(S, B, H, requires_grad=True)
-    y = dropout(x, 0.3, streams(), "layers.0.mlp", 0)
+    y = dropout(x, 0.3, streams().of("layers.0.mlp"), 0)
     y.sum().backward()
     assert torch.equal(x.grad, mask())
 
 
 def test_low_precision_drops_the_same_elements():
     x = torch.ones(S, B, H, dtype=torch.bfloat16)
-    kept = dropout(x, 0.3, streams(), "layers.0.mlp", 0)
+    kept = dropout(x, 0.3, streams().of("layers.0.mlp"), 0)
     assert kept.dtype == torch.bfloat16
     assert torch.equal(kept > 0, mask() > 0)
