@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megagrid.config.schema import ModelConfig
 from megagrid.errors import CheckpointError
+from megagrid.hf.carried import GENERATION
 from megagrid.hf.families import FAMILIES, ROPE_KEYS, Family, Raw
 
 FILE_NAME = "config.json"
@@ -67,7 +68,7 @@ def read_raw(path: Path) -> dict[str, object]:
             f"{path} can't be read ({error.strerror}); name a folder in Hugging Face's layout"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} isn't JSON: {error}") from None
+        raise CheckpointError(f"{path} isn't JSON: {error}; mend it, or get it anew") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must be a JSON object, not {_shown(raw)[:60]}")
     return raw
@@ -77,9 +78,12 @@ def described(folder: Path, ignored: Collection[str] = ()) -> Described:
     """What the config.json in `folder` describes.
 
     Raises:
-        CheckpointError: see `describe`.
+        CheckpointError: see `describe`; or what goes along with it is no JSON, and would be handed
+            on to every checkpoint and export.
     """
     path = folder / FILE_NAME
+    if (generation := folder / GENERATION).is_file():
+        read_raw(generation)
     return describe(read_raw(path), str(path), ignored)
 
 

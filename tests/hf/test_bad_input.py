@@ -69,6 +69,10 @@ def config_that_is_a_list(folder: Path) -> None:
     (folder / "config.json").write_text("[1]")
 
 
+def generation_config_of_text(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("temperature: 0.5")
+
+
 def config_of_another_shape(folder: Path) -> None:
     edit_config(folder, intermediate_size=64)
 
@@ -182,6 +186,7 @@ BAD: dict[Callable[[Path], None], tuple[str, ...]] = {
     no_config: ("config.json is missing", "Hugging Face's layout"),
     config_of_text: ("config.json isn't JSON",),
     config_that_is_a_list: ("config.json must be a JSON object",),
+    generation_config_of_text: ("generation_config.json isn't JSON", "mend it"),
     config_of_another_shape: (
         "it has other shapes",
         "gate_proj.weight (48, 32) instead of (64, 32)",
