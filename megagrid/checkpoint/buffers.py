@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megagrid.checkpoint.layout import Entry
+from megagrid.errors import CheckpointError
 
 
 class HostBuffers:
@@ -26,6 +27,9 @@ class HostBuffers:
         """`entries`, with the values that they have now in buffers; until the next copy these stay.
 
         What another rank writes is passed on as it is: a save needs no more than its name.
+
+        Raises:
+            CheckpointError: the host has no memory for them.
         """
         mine = [entry for entry in entries if entry.is_written_here and entry.box.numel]
         with _queue_of_copies(mine):
@@ -37,9 +41,17 @@ class HostBuffers:
         if place not in self._buffers:
             # Only to pinned memory does a device copy without the host's help.
             is_pinned = entry.tensor.device.type != "cpu"
-            self._buffers[place] = torch.empty(
-                entry.tensor.shape, dtype=entry.tensor.dtype, pin_memory=is_pinned
-            )
+            try:
+                self._buffers[place] = torch.empty(
+                    entry.tensor.shape, dtype=entry.tensor.dtype, pin_memory=is_pinned
+                )
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(
+                    f"no host memory for a copy of {entry.name} ({entry.tensor.nbytes / 1e9:,.3g} "
+                    "GB), which a save behind the training writes: "
+                    f"{str(error).splitlines()[0] or 'it is full'}; set "
+                    "checkpoint.async_save=false, which saves without copies"
+                ) from error
         buffer = self._buffers[place]
         buffer.copy_(entry.tensor, non_blocking=True)
         return dataclasses.replace(entry, tensor=buffer)

@@ -7,6 +7,7 @@ import torch
 
 from megagrid.checkpoint import Entry
 from megagrid.checkpoint.buffers import HostBuffers
+from megagrid.errors import CheckpointError
 from megagrid.nn.layout import Box
 
 
@@ -37,6 +38,15 @@ def test_every_copy_uses_the_memory_of_the_first():
     first, second = (buffers.copy(boxes(torch.full((2, 5), n)))[0] for n in (1.0, 2.0))
     assert first.tensor.data_ptr() == second.tensor.data_ptr()
     assert second.tensor.eq(2.0).all()
+
+
+def test_a_host_without_room_for_copies_is_told_to_save_without_them():
+    vast = torch.empty(1).expand(1, 2**53)
+    with pytest.raises(CheckpointError) as told:
+        HostBuffers().copy([Entry("w", (1, 2**53), Box((0, 0), (1, 2**53)), vast, True)])
+    assert "no host memory for a copy of w (3.6e+07 GB)" in str(told.value)
+    assert "set checkpoint.async_save=false" in str(told.value)
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.gpu
