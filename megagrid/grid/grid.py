@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,7 @@ def build_grid(
     shard_size: int | None = None,
     reshard_size: int | None = None,
     has_groups: bool = True,
+    timeout: timedelta | None = None,
 ) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
 
@@ -115,6 +117,8 @@ def build_grid(
         reshard_size: ranks of `dp_reshard`; None: nothing is split so.
         has_groups: make them. Without, the grid can be looked at, by one process for any rank, but
             nothing communicates along it.
+        timeout: of a collective of these groups, which don't take over the default group's; None:
+            torch's own, half an hour on gloo.
     """
 
     def axis(name: str, groups: Iterable[tuple[int, ...]], backend: str | None = None) -> Axis:
@@ -131,7 +135,7 @@ def build_grid(
     ) -> dist.ProcessGroup | None:
         if not has_groups:
             return None
-        return dist.new_group(list(ranks), backend=backend, group_desc=name)
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
 
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)

@@ -38,7 +38,7 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
         dp=parallel.data_parallel_size,
     )
     device = select_device(config.train.device, environment.local_rank)
-    _join(environment, device, config.train.timeout_seconds)
+    _join(environment, device, _timeout(config))
     try:
         cluster = _cluster(environment, device)
         if not parallel.allow_tp_across_nodes:
@@ -86,7 +86,12 @@ def grid_of(
         shard_size=sharding.split if config.parallel.shard_size is not None else None,
         reshard_size=None if isinstance(after, bool) else after,
         has_groups=has_groups,
+        timeout=_timeout(config),
     )
+
+
+def _timeout(config: Config) -> timedelta:
+    return timedelta(seconds=config.train.timeout_seconds)
 
 
 def select_device(name: str, local_rank: int) -> torch.device:
@@ -108,9 +113,8 @@ def select_device(name: str, local_rank: int) -> torch.device:
     return torch.device(wanted, local_rank)
 
 
-def _join(environment: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:
+def _join(environment: RankEnvironment, device: torch.device, timeout: timedelta) -> None:
     backend = dist.get_default_backend_for_device(device)
-    timeout = timedelta(seconds=timeout_seconds)
     if environment.master_address is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

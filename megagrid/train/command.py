@@ -69,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
                 return _run_rank(arguments)
         except PeerError as error:
             print(error, file=sys.stderr)
-            return PEER_LOST
+            # At once: a thread that writes a checkpoint may wait for the lost peer's part, and the
+            # peers of this rank only learn of the loss from its end.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(PEER_LOST)
     if arguments.nproc is not None and arguments.nproc < 1:
         raise GridError(f"--nproc {arguments.nproc} starts no ranks; choose at least 1")
     config = load_recipe(arguments)

@@ -102,6 +102,11 @@ def _out_of_memory(config: Config, who: str, device: torch.device, error: BaseEx
 # --- Peers ---------------------------------------------------------------------------------------
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it tells of a rank that has gone."""
+    return isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error)) is not None
+
+
 def _lost_peer(who: str, error: BaseException) -> str:
     *_, reason = re.split(r"^\[.*?:\d+\] ", str(error).splitlines()[0], maxsplit=1)
     reason, axis = reason.partition(". ")[0], _axis(error)  # what follows is guesses of gloo's
@@ -140,7 +145,7 @@ def told_in_a_line(config: Config, environment: RankEnvironment) -> Iterator[Non
         if _is_out_of_memory(error):
             device = _device_of(error)
             raise MegagridError(_out_of_memory(config, who, device, error)) from error
-        if environment.world_size > 1 and _PEER_IS_GONE.search(str(error)):
+        if environment.world_size > 1 and is_lost_peer(error):
             raise PeerError(_lost_peer(who, error)) from error
         raise
 

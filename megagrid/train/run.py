@@ -26,7 +26,7 @@ from megagrid.optim.lr_schedule import learning_rate
 from megagrid.plan import flops, hardware
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable, save_line
-from megagrid.train.faults import check_memory, told_in_a_line
+from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import lock_folder
 from megagrid.train.metrics import MetricsLog, SaveRecord, Sink, StepRecord, Stopwatch
 from megagrid.train.saving import Saver
@@ -115,6 +115,10 @@ class Run:
                 self._save_if_due()
                 watch.lap()  # evaluating and saving are no part of a step
             self.saver.finish()
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                self.saver.abandon()
+            raise
         finally:
             steps.close()
             self.saver.close()

@@ -164,6 +164,13 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def abandon(self) -> None:
+        """Leave the save under way to itself: a peer is gone, and the thread may wait for what it
+        would have sent for as long as a collective may. It ends with the process."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
     def _start(self, write: Callable[[], _Written]) -> Future[_Written]:
         if self._thread is not None:
             return self._thread.submit(write)

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -326,3 +327,36 @@ def test_a_save_under_way_becomes_whole_when_the_run_fails(trainer):
     ended = trainer.attempt(DP2, SMALL, EVERY_STEP, ASYNC, work=fail_at_step_3)
     assert ended.errors == {"CheckpointError: something else"}
     assert ended.saved_steps == [1, 2]
+
+
+def lose_a_peer_at_step_3(run: Run) -> bool:
+    """While a save waits for its part; returns whether the run has waited for that."""
+    arrival = threading.Event()
+    step, save = run._step, saving.save_checkpoint
+
+    def lose(*args):
+        if run.progress.step == 2:
+            raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
+        return step(*args)
+
+    def wait_and_save(*args, **keys):
+        arrival.wait(60)
+        return save(*args, **keys)
+
+    with (
+        patch.object(run, "_step", lose),
+        patch.object(saving, "save_checkpoint", wait_and_save),
+        pytest.raises(RuntimeError, match="closed by peer"),
+    ):
+        began = time.monotonic()
+        run.run()
+    has_waited = time.monotonic() - began >= 60
+    arrival.set()
+    return has_waited
+
+
+def test_a_rank_that_lost_a_peer_waits_for_no_save_that_needs_it(trainer):
+    """Its own end is what tells the others, whose saves may wait for it in turn."""
+    keys = {"checkpoint": {"save_interval": 2}}
+    (report,) = trainer.train(ALONE, SMALL, keys, ASYNC, work=lose_a_peer_at_step_3).ranks
+    assert report.result is False

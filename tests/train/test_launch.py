@@ -103,7 +103,9 @@ def test_a_rank_that_is_left_alone_says_so_in_a_line(tmp_path, capsys, monkeypat
     monkeypatch.setattr(bootstrap, "is_rank", lambda: True)
     monkeypatch.setattr(bootstrap, "read", lambda: bootstrap.RankEnvironment(1, 2))
     monkeypatch.setattr(command, "_train", fail)
-    assert main(["train", str(recipe.write(tmp_path)), TP2]) == 3
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="3"):
+        main(["train", str(recipe.write(tmp_path)), TP2])
     assert capsys.readouterr().err == "rank 1 lost a peer\n"
 
 
