@@ -22,6 +22,19 @@ def warn_on_stderr(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def size_text(size: float, *, is_binary: bool = False) -> str:
+    """A number of bytes for people: "1.23 GB", in powers of ten as disks are sold and rates are
+    stated; or "1.234 GiB", in powers of two as memory is."""
+    step, digits, units = 1000, 3, ("B", "kB", "MB", "GB", "TB")
+    if is_binary:
+        step, digits, units = 1024, 4, ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units[:-1]:
+        if float(f"{size:.{digits}g}") < step:
+            return f"{size:.{digits}g} {unit}"
+        size /= step
+    return f"{size:.{digits}g} {units[-1]}"
+
+
 class ProgressBar:
     """A bar for each thing that is done to some bytes; on stderr, so that stdout holds the result,
     and only where that is a terminal.

@@ -40,7 +40,7 @@ from megagrid.checkpoint.manifest import (
 from megagrid.config.arguments import add_overrides, path_argument
 from megagrid.errors import CheckpointError, ConfigError
 from megagrid.grid.placement import AXES
-from megagrid.terminal import ProgressBar
+from megagrid.terminal import ProgressBar, size_text
 
 DIFFERENT = 1
 
@@ -351,12 +351,7 @@ def _bytes(manifest: Manifest) -> int:
 
 
 def _size(manifest: Manifest) -> str:
-    size = float(_bytes(manifest))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    return size_text(_bytes(manifest), is_binary=True)
 
 
 VERBS = {

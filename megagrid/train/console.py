@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from megagrid.terminal import Console
+from megagrid.terminal import Console, size_text
 from megagrid.train.metrics import SaveRecord, StepRecord
 
 GIB = 2**30
@@ -159,15 +159,6 @@ class ConsoleTable:
 def save_line(record: SaveRecord) -> str:
     """What a run says of a checkpoint."""
     return (
-        f"saved step {record.step}: {_decimal(record.bytes)} in {record.seconds:.2f} s, "
+        f"saved step {record.step}: {size_text(record.bytes)} in {record.seconds:.2f} s, "
         f"{record.gb_per_s:.3g} GB/s; training paused for {record.pause_s:.3f} s"
     )
-
-
-def _decimal(size: float) -> str:
-    """1.23 GB: powers of ten, as disks are sold and rates are stated."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
