@@ -44,6 +44,9 @@ from megagrid.terminal import ProgressBar, size_text
 
 DIFFERENT = 1
 
+GRID_KEYS = ("parallel.", "train.micro_batch_size=", "train.global_batch_size=")
+"""How the overrides begin that a grid is made with: its sizes, and batches that it divides."""
+
 STATES = {
     PARTIAL: "a save that didn't end, or hasn't yet",
     REPLACED: "replaced by a later save of this step",
@@ -275,6 +278,11 @@ def _reshard(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None and CONFIG not in manifest.files:
         raise CheckpointError(f"{folder} holds no {CONFIG}; name a recipe with --recipe")
     config = load(arguments.recipe or folder / CONFIG, arguments.overrides)
+    if others := [text for text in arguments.overrides if not text.startswith(GRID_KEYS)]:
+        raise ConfigError(
+            f"command line: {others[0]} is no matter of the grid, which is all that a reshard "
+            "changes; leave it out, and state it when the checkpoint is resumed"
+        )
     grid = placement(config)
     check(config, grid.world_size)
 

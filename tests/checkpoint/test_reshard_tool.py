@@ -183,10 +183,34 @@ def test_a_grid_that_the_model_doesnt_allow_is_told_as_by_train(
 def test_another_model_is_told_as_by_a_resume(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    recipe = tmp_path / "recipe.toml"
+    text = (source / "config.toml").read_text()
+    recipe.write_text(text.replace("ffn_hidden_size = 64", "ffn_hidden_size = 32"))
     out = str(tmp_path / "out")
-    line = told(capsys, "ckpt", "reshard", str(source), out, "model.ffn_hidden_size=32")
+    line = told(capsys, "ckpt", "reshard", str(source), out, "--recipe", str(recipe))
     assert "is of another model" in line and "layers.3.mlp.up.weight (64, 32) instead of" in line
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+@pytest.mark.parametrize(
+    "override", ["optimizer.lr=1e-4", "model.ffn_hidden_size=32", "train.seed=2", "train.steps=9"]
+)
+def test_what_is_no_matter_of_the_grid_is_refused(
+    override: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It would be in the new checkpoint's recipe, where nothing shows that it was never trained."""
+    grid = "parallel.tensor_parallel_size=4"
+    line = told(capsys, "ckpt", "reshard", str(source), str(tmp_path / "out"), grid, override)
+    assert f"command line: {override} is no matter of the grid" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_batches_that_the_grid_divides_may_be_stated(source: Path, tmp_path: Path) -> None:
+    grid = ["parallel.data_parallel_size=4", "parallel.tensor_parallel_size=1"]
+    batches = ["train.micro_batch_size=1", "train.global_batch_size=4"]
+    out = tmp_path / "out"
+    assert main(["ckpt", "reshard", str(source), str(out), *grid, *batches]) == 0
+    assert main(["ckpt", "diff", str(source), str(out)]) == 0
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
