@@ -154,6 +154,10 @@ def shard_stage(stage: DecoderStage, config: Config, spread: Spread, device: tor
         # because a divide factor alone makes a reduction that gloo doesn't have.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    for modules in chain:
+        # Rows are looked up by their numbers alone: backward has no use for the table.
+        if modules[0] is getattr(stage, "embedding", None):
+            modules[0].set_unshard_in_backward(False)
     if spread.reshard.size > 1:
         _split_between_passes(stage, spread.reshard, device)
     heads, parallel = [modules[0] for modules in chain], config.parallel

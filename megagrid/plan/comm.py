@@ -13,6 +13,7 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
     pp     hidden states           send or recv                 m a boundary    a, or a / t with SP
            their gradients         recv or send                 m a boundary    the same
     dp     FULL_SHARD, a unit      all_gather                   2 m             its parameters
+           embedding apart         all_gather                   m
                                    reduce_scatter               1               its gradients
            SHARD_GRAD_OP           all_gather                   1
                                    reduce_scatter               1
@@ -211,9 +212,9 @@ def _data_parallel(rank: _Rank) -> Iterator[Row]:
     """Each unit's parameters gathered as the strategy has it, its gradients reduced once."""
     sharding, master = rank.sharding, rank.master_bytes
     for stage in rank.stages:
-        gathers = _gathers(rank, stage) if sharding.split > 1 else {}
-        for unit, times in Counter(map(_nameless, rank.units(stage))).items():
-            what = f"a unit of stage {stage}"
+        for unit, times in Counter(map(_kind, rank.units(stage))).items():
+            what = f"{unit.name} of stage {stage}"
+            gathers = _gathers(rank, stage, unit.name) if sharding.split > 1 else {}
             elements = sum(parameter.gathered(sharding.split) for parameter in unit.split)
             for axis, calls in gathers.items() if elements else ():
                 bytes_ = elements * rank.compute_bytes
@@ -233,16 +234,17 @@ def _data_parallel(rank: _Rank) -> Iterator[Row]:
                 yield Row(f"{what}, whole gradients", sharding.axis, "all_reduce", times, bytes_)
 
 
-def _nameless(unit: PlannedUnit) -> PlannedUnit:
-    """Units that differ in their name alone are communicated alike."""
-    return replace(unit, name="")
+def _kind(unit: PlannedUnit) -> PlannedUnit:
+    """The unit without a number: what differs in it alone is communicated alike."""
+    return replace(unit, name=unit.name.partition(".")[0])
 
 
-def _gathers(rank: _Rank, stage: int) -> Counter[str]:
-    """How often each unit of a stage is gathered in a step, by axis.
+def _gathers(rank: _Rank, stage: int, unit: str) -> Counter[str]:
+    """How often such a unit of a stage is gathered in a step, by axis.
 
     Between passes a unit's parameters lie split (over the axis that splits them, or after a forward
-    over the ranks of dp_reshard), or they are still whole: then nothing is gathered.
+    over the ranks of dp_reshard), or they are still whole: then nothing is gathered. The backward
+    of an embedding of its own needs no weights.
     """
     sharding, order = rank.sharding, rank.order(stage)
     last = [action for action in order if action.kind in GRADIENTS][-1]
@@ -252,7 +254,8 @@ def _gathers(rank: _Rank, stage: int) -> Counter[str]:
     gathers: Counter[str] = Counter()
     split_over: str | None = sharding.split_axis
     for action in order:
-        if action.kind is not Kind.W and split_over is not None:
+        needs = action.kind is Kind.F or (action.kind is not Kind.W and unit != "embedding")
+        if needs and split_over is not None:
             gathers[split_over] += 1
         if action.kind is Kind.F:
             split_over = after_forward

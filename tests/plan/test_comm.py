@@ -177,6 +177,7 @@ CASES = [
     Case(pp=2, dp=2, keys=KEPT | schedule("ZBV", 2)),
     Case(pp=2, dp=2, keys=KEPT | schedule("Interleaved1F1B", 2) | APART),
     Case(dp=4, keys=OVER_TWO | BF16 | {"train__micro_batch_size": 1}),
+    Case(dp=4, keys=OVER_TWO | APART | {"train__micro_batch_size": 1}),
     Case(dp=4, keys=OVER_TWO | KEEP_NORMS | {"train__micro_batch_size": 1}),
     Case(dp=2, keys=NO_PREFETCH | APART),
     Case(pp=2, dp=2, keys=PREFETCH | APART),
