@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
 from megagrid.config.rules import check, placement
+from megagrid.config.schema import Config
 from megagrid.errors import GridError
 from megagrid.grid.placement import AXES, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
@@ -56,19 +57,29 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.gpus_per_node}\n"
     )
     console = Console(highlight=False)
-    console.print(axis_table(grid, cluster))
+    console.print(axis_table(grid, cluster, shard_size(config, grid, cluster)))
     console.print(rank_table(grid, cluster))
     return 0
 
 
-def axis_table(grid: Placement, cluster: Cluster) -> Table:
+def shard_size(config: Config, grid: Placement, cluster: Cluster) -> int | None:
+    """Ranks that split parameters among them, where not all of dp do (or none); else None."""
+    parallel = config.parallel
+    if parallel.sharding_strategy != "HYBRID_SHARD":
+        return None
+    return parallel.shard_size or grid.shard_size_in_nodes(cluster)
+
+
+def axis_table(grid: Placement, cluster: Cluster, shard_size: int | None = None) -> Table:
     """One row per axis: how many groups of what size, the first of them, and how far they reach."""
     table = Table("axis", "groups", "size", "first group", "reach", box=box.SIMPLE)
-    for axis in INNERMOST_FIRST:
-        groups = grid.groups(axis)
+    rows = {axis: grid.groups(axis) for axis in INNERMOST_FIRST}
+    if shard_size is not None:
+        rows["dp_shard"], rows["dp_replicate"] = grid.shard_groups(shard_size)
+    for axis, groups in rows.items():
         nodes = max(len({cluster.node_of_rank[rank] for rank in group}) for group in groups)
         reach = "inside a node" if nodes == 1 else f"over {nodes} nodes"
-        table.add_row(axis, str(len(groups)), str(grid.size(axis)), span(groups[0]), reach)
+        table.add_row(axis, str(len(groups)), str(len(groups[0])), span(groups[0]), reach)
     return table
 
 

@@ -140,9 +140,9 @@ def build_grid(
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)
     dp = axis("dp", placement.groups("dp"))
-    alike = placement.groups("dp", "cp")
-    dp_cp = dp if placement.cp == 1 else axis("dp_cp", alike)
+    dp_cp = dp if placement.cp == 1 else axis("dp_cp", placement.groups("dp", "cp"))
     is_all = shard_size in (None, dp_cp.size)
+    shards, replicas = placement.shard_groups(shard_size or dp_cp.size)
     return Grid(
         placement=placement,
         rank=rank,
@@ -152,9 +152,9 @@ def build_grid(
         dp=dp,
         pp=axis("pp", placement.groups("pp")),
         dp_cp=dp_cp,
-        dp_shard=dp_cp if is_all else axis("dp_shard", _runs(alike, shard_size)),
-        dp_replicate=axis("dp_replicate", [] if is_all else _strides(alike, shard_size)),
-        dp_reshard=axis("dp_reshard", _runs(alike, reshard_size or 1)),
+        dp_shard=dp_cp if is_all else axis("dp_shard", shards),
+        dp_replicate=axis("dp_replicate", replicas),
+        dp_reshard=axis("dp_reshard", placement.shard_groups(reshard_size or 1)[0]),
         world=Axis(
             "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
         ),
@@ -170,8 +170,3 @@ def _ends(pipelines: list[tuple[int, ...]], first: int, last: int) -> list[tuple
 
 def _runs(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
     return [ranks[i : i + length] for ranks in groups for i in range(0, len(ranks), length)]
-
-
-def _strides(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
-    """The ranks with the same place in each of a group's runs."""
-    return [ranks[i::length] for ranks in groups for i in range(length)]

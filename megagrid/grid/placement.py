@@ -107,6 +107,14 @@ class Placement:
         nodes = cluster.node_of_rank
         return [group for group in self.groups("tp") if len({nodes[rank] for rank in group}) > 1]
 
+    def shard_groups(self, shard_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The groups of ranks that split parameters, `shard_size` neighbours of those with the
+        same, and the groups of ranks that then hold the same rows."""
+        alike = self.groups("dp", "cp")
+        starts = range(0, len(alike[0]), shard_size)
+        split = [ranks[start : start + shard_size] for ranks in alike for start in starts]
+        return split, [ranks[i::shard_size] for ranks in alike for i in range(shard_size)]
+
     def shard_size_in_nodes(self, cluster: Cluster) -> int:
         """How many of the ranks with the same parameters share a node.
 

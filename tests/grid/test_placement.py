@@ -104,6 +104,30 @@ def test_nodes_of_unequal_size_are_seen_as_they_are():
     check_tp_inside_nodes(Placement(tp=2, dp=3), Cluster((0, 0, 0, 0, 1, 1)))
 
 
+@pytest.mark.parametrize(
+    ("placement", "cluster", "size"),
+    [
+        (Placement(dp=8), Cluster.uniform(1, 8), 8),
+        (Placement(dp=8), Cluster.uniform(2, 4), 4),
+        (Placement(tp=2, dp=4), Cluster.uniform(2, 4), 2),
+        (Placement(tp=4, dp=2), Cluster.uniform(2, 4), 1),
+        (Placement(pp=2, dp=4), Cluster.uniform(2, 4), 4),
+        (Placement(dp=2, cp=2, tp=2), Cluster.uniform(2, 4), 2),
+        (Placement(pp=2, dp=4), Cluster((0, 0, 1, 1, 1, 1, 2, 2)), 2),
+    ],
+)
+def test_ranks_that_shard_together_are_those_of_a_dp_group_in_a_node(placement, cluster, size):
+    assert placement.shard_size_in_nodes(cluster) == size
+
+
+def test_nodes_with_unlike_shares_of_a_dp_group_leave_the_size_to_the_recipe():
+    with pytest.raises(GridError) as refused:
+        Placement(dp=6).shard_size_in_nodes(Cluster((0, 0, 0, 0, 1, 1)))
+    assert "share one are 2 or 4; state parallel.shard_size, one of 1, 2, 3, 6" in str(
+        refused.value
+    )
+
+
 def test_a_cluster_without_ranks_is_refused():
     with pytest.raises(GridError, match="0 nodes x 8"):
         Cluster.uniform(0, 8)
@@ -154,6 +178,15 @@ def test_a_tp_group_across_nodes_is_drawn_only_if_allowed(tmp_path, capsys):
     seen = capsys.readouterr()
     assert "warning: 1 of 3 tp groups cross nodes" in seen.err
     assert sorted(rank_map(seen.out)) == list(range(6))
+
+
+def test_shards_are_drawn_inside_nodes_and_their_replicas_across(tmp_path, capsys):
+    command = ["grid", str(recipe.write(tmp_path)), "parallel.tensor_parallel_size=2"]
+    command += ["parallel.sharding_strategy=HYBRID_SHARD", "--nodes", "2", "--gpus-per-node", "4"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"dp_shard +4 +2 +0,2 +inside a node", out)
+    assert re.search(r"dp_replicate +4 +2 +0,4 +over 2 nodes", out)
 
 
 def test_a_map_that_no_screen_holds_is_refused(tmp_path, capsys):
