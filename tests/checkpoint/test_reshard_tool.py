@@ -58,6 +58,12 @@ CASES: dict[str, tuple[Placement, Sections]] = {
     "more ranks than kv heads": (TP4, {}),
     "uneven shards": (Placement(dp=3), THREE),
     "replicas": (TP2DP2, strategy("NO_SHARD")),
+    "repeated shards": (
+        Placement(dp=4),
+        {"parallel": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}},
+    ),
+    "states alone split": (Placement(dp=3), merged(THREE, strategy("ZERO1"))),
+    "some modules whole": (TP2DP2, {"parallel": {"unsharded_modules": ["*norm", "layers.1"]}}),
     "every axis": (ALL_AXES, SP),
     "chunks": (PP2, INTERLEAVED),
     "uneven stages": (PP2, layers_per_stage(1, 3)),
