@@ -14,6 +14,7 @@ from tests.equivalence.tolerance import (
     FP32_GRAD_NORM,
     FP32_LOSS,
     FP64,
+    FP64_NOISE,
     UNIT_ROUNDOFF,
     Deviation,
     Reference,
@@ -107,9 +108,8 @@ class Equivalence:
     def _measured_tolerances(self, variant: Variant) -> tuple[float, float, Model]:
         """Of losses, of relative norms and of gradients."""
         if variant.precision == "fp64":
-            shrink = UNIT_ROUNDOFF["fp64"] / UNIT_ROUNDOFF["fp32"]
             *_, single = self._tolerances(replace(variant, precision="fp32"))
-            gradients = {n: np.minimum(shrink * bound, FP64) for n, bound in single.items()}
+            gradients = {n: np.minimum(FP64_NOISE * bound, FP64) for n, bound in single.items()}
             return FP64, FP64, gradients
         computed, exact = train_draws(
             self.ranks,

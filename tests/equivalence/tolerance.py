@@ -12,10 +12,11 @@ deviation sigma can be measured for this very model and data: the difference of 
 gradient and the same in float64, whose own error is 2^-29 of it. One such difference is one draw,
 all of whose elements share the roundings of the activations; more come from weights that are a
 little off the initial ones, the same for both precisions. Rows (token ids, say) and columns have
-errors of different size, hence
+errors of different size, and an element that is many times larger than those around it is rounded
+as coarsely, hence
 
     e_d = g32(w_d) - g64(w_d),    sigma^2 = the largest of the means of e^2 over all draws and
-                                            (the element's row | its column | its tensor)
+                                            (the element | its row | its column | its tensor)
 
 A grid rounds partial sums where one process has one sum: over tp, dp and microbatches, at most
 doubling the roundings of a sum, so the variance of the difference is below (1 + 2) sigma^2. The
@@ -24,9 +25,11 @@ whole matrix compares some 10^7 elements; a normal number exceeds 6.5 standard d
 
     |Δg| <= DEVIATIONS sigma,   DEVIATIONS = 6.5 sqrt(3) = 11.3
 
-In fp64 sigma is 2^-29 of fp32's, and the bound moreover 1e-10. That the deviations of a grid shrink
-by 2^-29 with the arithmetic is the strongest sign that nothing else is in them. A separate test
-holds sigma itself against what roundings can explain.
+In fp64 sigma is sqrt(2) 2^-29 of fp32's: a roundoff is 2^-29 as large, and a vector register holds
+half as many partial sums, each of twice as many terms, whose error grows with their square root.
+The bound is moreover 1e-10. That the deviations of a grid shrink with the arithmetic is the
+strongest sign that nothing else is in them. A separate test holds sigma itself against what
+roundings can explain.
 
 **Weights.** AdamW's first step moves a weight by lr f(c g), where f(x) = x / (|x| + eps) and c is
 the clipping factor: a jump of 2 lr around g = 0, where the sign of a gradient may be rounding. No
@@ -54,6 +57,8 @@ from tests.equivalence.trainer import Model, Run
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp64": 2.0**-53}
 DEVIATIONS = 6.5 * sqrt(3.0)
+FP64_NOISE = sqrt(2.0) * UNIT_ROUNDOFF["fp64"] / UNIT_ROUNDOFF["fp32"]
+"""sigma in fp64, as a share of fp32's."""
 
 FP32_LOSS = 1e-5
 FP32_GRAD_NORM = 1e-4
@@ -99,8 +104,8 @@ def noise(computed: Sequence[Model], exact: Sequence[Model]) -> Model:
 
 
 def _local_mean(squares: np.ndarray) -> np.ndarray:
-    """The largest of the means over the tensor, and over an element's row and column."""
-    largest = np.full(squares.shape, squares.mean())
+    """The largest of an element and the means over the tensor, the element's row and its column."""
+    largest = np.maximum(squares, squares.mean())
     if squares.ndim == 2:
         for axis in (0, 1):
             np.maximum(largest, squares.mean(axis=axis, keepdims=True), out=largest)
