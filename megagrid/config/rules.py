@@ -447,6 +447,19 @@ def device_computes_the_precision(config: Config) -> None:
         )
 
 
+# --- Memory --------------------------------------------------------------------------------------
+
+
+def recompute_interval_is_of_whole_layers(config: Config) -> None:
+    """The other kinds recompute the same in every layer."""
+    memory = config.memory
+    if memory.recompute_interval > 1 and memory.recompute != "full":
+        raise ConfigError(
+            f"memory.recompute_interval={memory.recompute_interval} isn't read under "
+            f'memory.recompute="{memory.recompute}"; choose 1, or memory.recompute="full"'
+        )
+
+
 # --- Data and files ------------------------------------------------------------------------------
 
 
@@ -556,6 +569,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     run_has_one_length,
     final_decay_fits_the_run,
     device_computes_the_precision,
+    recompute_interval_is_of_whole_layers,
     weights_blend_the_paths,
     paths_are_distinct,
     synthetic_stands_alone,

@@ -24,6 +24,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 RopeScaling = Literal["none", "linear", "llama3"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "selective", "full"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "NO_SHARD"]
 
 
@@ -154,6 +155,12 @@ class MemoryConfig(Section):
     cpu_offload: bool = False
     """Parameters, gradients and optimizer states lie in the host's memory, where the optimizer
     computes; parameters come to the device unit by unit, as they are needed."""
+    recompute: Recompute = "none"
+    """What backward computes again in place of keeping it: nothing; attention, norms and
+    activations, which cost little for what they keep ("selective"); whole layers, of which just the
+    input is kept ("full")."""
+    recompute_interval: PositiveInt = 1
+    """full: one of so many layers is recomputed, counted from the model's first."""
 
 
 class TrainConfig(Section):

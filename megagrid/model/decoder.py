@@ -36,6 +36,7 @@ from megagrid.nn.linear import SplitBackward, empty_parameter
 from megagrid.nn.loss import vocab_parallel_cross_entropy
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
+from megagrid.nn.recompute import Recomputing, set_regions
 from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, rotation
 from megagrid.nn.split_backward import LateWeightGradients, linear
 
@@ -82,7 +83,7 @@ class StageShare:
     is_last: bool
 
 
-class Block(nn.Module):
+class Block(Recomputing):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Nothing in a block but its parameters tells it from the stage's others: compiled, they are one.
@@ -130,10 +131,19 @@ class Block(nn.Module):
         of_probabilities, of_attention, of_mlp = (
             (None, None, None) if dropout_keys is None else dropout_keys.unbind()
         )
-        branch = self.attention(self.attention_norm(x), rope, of_probabilities)
-        x = x + self._drop(branch, of_attention)
-        branch = self.mlp(self.mlp_norm(x))
+        x, branch = self.region(self._to_last_product, x, rope, of_probabilities, of_attention)
         return x + self._drop(branch, of_mlp)
+
+    def _to_last_product(
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        of_probabilities: Tensor | None,
+        of_attention: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        branch = self.attention(x, rope, of_probabilities, self.attention_norm)
+        x = x + self._drop(branch, of_attention)
+        return x, self.mlp(x, self.mlp_norm)
 
     def _drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
         first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
@@ -263,6 +273,16 @@ class DecoderStage(nn.Module):
         """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""
         x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)
+
+    def recompute(self, kind: str, interval: int) -> None:
+        """From now on backward computes again what `kind` has it, see `megagrid.nn.recompute`.
+
+        Args:
+            interval: of so many layers of the model, counted from its first, one does so.
+        """
+        for number, layer in self.layers.items():
+            if int(number) % interval == 0:
+                set_regions(layer, kind)
 
     def put_off_weight_gradients(self) -> LateWeightGradients:
         """From now on backward leaves the gradients of matrices to what this returns.

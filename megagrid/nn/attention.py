@@ -10,20 +10,22 @@ tp may exceed the number of key/value heads. Then neighbours share one:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import attention_dropout
 from megagrid.nn.init import Init
 from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
-from megagrid.nn.norm import HeadNorm
+from megagrid.nn.norm import HeadNorm, no_norm
+from megagrid.nn.recompute import Recomputing
 from megagrid.nn.rope import rotate
 
 
-class Attention(nn.Module):
+class Attention(Recomputing):
     """softmax(q k^T / sqrt(d)) v under a causal mask, from column- to row-parallel layer.
 
     Args:
@@ -85,14 +87,25 @@ class Attention(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        dropout_keys: Tensor | None,
+        norm: Callable[[Tensor], Tensor] = no_norm,
+    ) -> Tensor:
         """
         Args:
             x: (s, b, h) or its share of s.
             rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
             dropout_keys: (b,), of the probabilities; None switches dropout off.
+            norm: what `x` goes through first; of one region with the layer that takes it.
         """
-        qkv = self.qkv(x)
+        qkv = self.region(lambda x: self.qkv(norm(x)), x)
+        return self.region(self._attend, qkv, rope, dropout_keys)
+
+    def _attend(self, qkv: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+        """From queries, keys and values, (s, b, this rank's heads), to the layer's output."""
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from megagrid.grid.grid import Axis
 from megagrid.nn.init import Init
 from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
+from megagrid.nn.norm import no_norm
+from megagrid.nn.recompute import Recomputing
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -37,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate_up
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Recomputing):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up as one product.
 
     Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`.
@@ -73,11 +76,13 @@ class SwiGLU(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(_SwiGLU.apply(self.gate_up(x)))
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor] = no_norm) -> Tensor:
+        """`norm`: what `x` goes through first; of one region with the layer that takes it."""
+        gate_up = self.region(lambda x: self.gate_up(norm(x)), x)
+        return self.region(lambda gate_up: self.down(_SwiGLU.apply(gate_up)), gate_up)
 
 
-class GeluMLP(nn.Module):
+class GeluMLP(Recomputing):
     """down(gelu(up(x))), with GPT-2's tanh form of gelu.
 
     Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`.
@@ -113,5 +118,7 @@ class GeluMLP(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor] = no_norm) -> Tensor:
+        """`norm`: what `x` goes through first; of one region with the layer that takes it."""
+        up = self.region(lambda x: self.up(norm(x)), x)
+        return self.region(lambda up: self.down(F.gelu(up, approximate="tanh")), up)

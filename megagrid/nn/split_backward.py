@@ -54,21 +54,37 @@ class LateWeightGradients:
                 late.weight.grad.addmm_(late.grad.t(), late.x)
 
 
-class _SplitLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateWeightGradients
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.late, ctx.has_bias = weight, late, bias is not None
-        return F.linear(x, weight, bias)
+class _Keep(torch.autograd.Function):
+    """A product's input on its way in; backward finds the output's gradient in the `product`."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        ctx.late.put(ctx.weight, x, grad)
-        bias_grad = grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
-        return grad @ weight, None, bias_grad, None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: _Product) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.product = weight, product
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.product.late.put(ctx.weight, x, ctx.product.grad)
+        ctx.product.grad = None
+        return grad, None, None
+
+
+@dataclass
+class _Product:
+    """x W^T of one forward, the gradient of whose W is put off.
+
+    Attributes:
+        late: where to.
+        grad: of the output, once backward has come so far.
+    """
+
+    late: LateWeightGradients
+    grad: Tensor | None = None
+
+    def take(self, grad: Tensor) -> None:
+        self.grad = grad
 
 
 def linear(
@@ -76,9 +92,15 @@ def linear(
 ) -> Tensor:
     """x W^T + b: (…, in) -> (…, out).
 
+    All that backward needs is kept before the product is computed: where a forward is run again for
+    that alone, it needn't be.
+
     Args:
         late: where the weight's gradient is put off to; None: backward computes it at once.
     """
-    if late is None:
+    if late is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return _SplitLinear.apply(x, weight, bias, late)
+    product = _Product(late)
+    y = F.linear(_Keep.apply(x, weight, product), weight.detach(), bias)
+    y.register_hook(product.take)
+    return y

@@ -8,6 +8,7 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
     -----------------------------------------------------------------------------------------
     tp     layers                  all_reduce                   4 n m           a
            … sequence parallel     all_gather, reduce_scatter   4 n m of each   a
+           … computed again        as below, for each layer that is
            embedding, head         half of a layer's, each where it is
            loss                    all_reduce                   2 m             s b, 2 s b
     pp     hidden states           send or recv                 m a boundary    a, or a / t with SP
@@ -30,6 +31,10 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
 The step's gradients are reduced once, however many microbatches it has. How often parameters are
 gathered where they stay so between passes, or lie split over fewer ranks (axis dp_reshard), depends
 on the order of a stage's forwards and backwards: `_gathers`.
+
+Backward issues again what comes before the last tensor that it lacks (`megagrid.nn.recompute`):
+under memory.recompute "selective" the gathers of sequence parallelism; under "full" those and the
+end of attention.
 """
 
 from __future__ import annotations
@@ -38,13 +43,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megagrid.config.schema import Config
+from megagrid.config.schema import Config, Recompute
 from megagrid.config.sharding import Sharding
 from megagrid.grid.placement import Coordinate, Placement
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import microbatches, training_schedule
 from megagrid.pipeline.schedules import Action, Kind, Schedule
 from megagrid.pipeline.schedules.action import GRADIENTS
+from megagrid.plan.flops import recomputed_layers
 from megagrid.plan.parameters import MASTER_BYTES, ModelShare
 from megagrid.plan.units import PlannedUnit, stage_units
 
@@ -76,7 +82,14 @@ REGIONS: dict[str, dict[bool, tuple[str | None, str | None]]] = {
     "leave": {False: ("all_reduce", None), True: ("reduce_scatter", "all_gather")},
 }
 """What a region of `megagrid.comm.regions` issues forward and backward; True: sequence parallel.
-The gathered input is kept for backward, so it isn't gathered again."""
+The gathered input is kept for backward, unless that is told to make it again."""
+
+RECOMPUTED_REGIONS: dict[Recompute, dict[str, int]] = {
+    "none": {"enter": 0, "leave": 0},
+    "selective": {"enter": 2, "leave": 0},
+    "full": {"enter": 2, "leave": 1},
+}
+"""Forwards of regions that the backward of a recomputed layer runs again."""
 
 
 def step_communication(config: Config, placement: Placement, coordinate: Coordinate) -> list[Row]:
@@ -134,6 +147,11 @@ class _Rank:
         self.stages = self.schedule.stages_of_rank(coordinate.pp)
         self.layers = stage_layers(config, placement, self.schedule.placement)
         self.num_layers = sum(len(self.layers[stage]) for stage in self.stages)
+        self.recompute = config.memory.recompute
+        self.recomputed_layers = sum(
+            recomputed_layers(self.layers[stage], self.recompute, config.memory.recompute_interval)
+            for stage in self.stages
+        )
 
     @property
     def has_embedding(self) -> bool:
@@ -188,6 +206,11 @@ def _tensor_parallel(rank: _Rank) -> Iterator[Row]:
             if collective is not None:
                 bytes_ = rank.activation_bytes
                 yield Row(f"{what}, {direction}", "tp", collective, times * m, bytes_)
+    for region, times in RECOMPUTED_REGIONS[rank.recompute].items():
+        collective, _ = REGIONS[region][rank.sequence_parallel]
+        if collective is not None:
+            calls = times * rank.recomputed_layers * m
+            yield Row(f"layers, {region} again", "tp", collective, calls, rank.activation_bytes)
     if rank.has_head:
         number_per_token = rank.tokens * rank.master_bytes
         yield Row("loss, highest logit", "tp", "all_reduce", m, number_per_token)

@@ -11,7 +11,8 @@ and s tokens in the sequence:
     qkv          x (h) -> q + 2k                    2 h (q + 2k)
     attention    scores q k^T, and their sum of v   4 q s    or 2 q (s + 1), see below
     out          q -> h                             2 q h
-    mlp          llama: gate, up, down; gpt: two    6 h f    or 4 h f
+    up           h -> f; llama: gate, too           2 h f    or 4 h f
+    down         f -> h                             2 h f
     (model) head h -> V                             2 h V
 
 **Attention is counted in full** unless asked otherwise, as if each token looked at all s, although
@@ -29,20 +30,18 @@ is computed again in backward in place of being kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from megagrid.config.schema import ModelConfig
-
-Recompute = Literal["none", "selective", "full"]
+from megagrid.config.schema import ModelConfig, Recompute
 
 RECOMPUTED_PARTS: dict[Recompute, tuple[str, ...]] = {
     "none": (),
     "selective": ("attention",),
-    "full": ("qkv", "attention", "out", "mlp"),
+    "full": ("qkv", "attention", "out", "up"),
 }
 """Parts of a layer that run forward once more during backward (Korthikanti et al. 2022, arXiv
-2205.05198, section 5). The head never does. A fused attention kernel that recomputes its own
-scores isn't counted."""
+2205.05198, section 5). The layer's last product, down, isn't among them: backward needs what it
+takes, not what it makes (`megagrid.nn.recompute`). The head never is. A fused attention kernel that
+recomputes its own scores isn't counted."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def layer_forward_flops(
         "qkv": 2 * h * (q + 2 * k),
         "attention": 2 * q * (seq_length + 1) if causal else 4 * q * seq_length,
         "out": 2 * q * h,
-        "mlp": (6 if model.family == "llama" else 4) * h * f,
+        "up": (4 if model.family == "llama" else 2) * h * f,
+        "down": 2 * h * f,
     }
 
 
@@ -98,13 +98,20 @@ def token_flops(
     seq_length: int,
     *,
     recompute: Recompute = "none",
+    recompute_interval: int = 1,
     causal: bool = False,
 ) -> TokenFlops:
     """FLOPs per token of the whole model; a step's are these times its tokens."""
     layer = layer_forward_flops(model, seq_length, causal=causal)
     forward = model.num_layers * sum(layer.values()) + head_forward_flops(model)
-    again = model.num_layers * sum(layer[part] for part in RECOMPUTED_PARTS[recompute])
+    layers = recomputed_layers(range(model.num_layers), recompute, recompute_interval)
+    again = layers * sum(layer[part] for part in RECOMPUTED_PARTS[recompute])
     return TokenFlops(forward=forward, backward=2 * forward, recomputed=again)
+
+
+def recomputed_layers(layers: range, recompute: Recompute, interval: int) -> int:
+    """How many of those layers, by their numbers in the model, backward computes again."""
+    return 0 if recompute == "none" else sum(number % interval == 0 for number in layers)
 
 
 def utilisation(

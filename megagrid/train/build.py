@@ -141,6 +141,7 @@ def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) 
         is_split: the schedule has backwards whose weight gradients come later.
     """
     spread = Spread.of(config, grid)
+    module.recompute(config.memory.recompute, config.memory.recompute_interval)
     shard_stage(module, config, spread, grid.device)
     module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)
     shards = updated = parameter_shards(module, spread.of_weights)

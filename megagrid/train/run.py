@@ -200,7 +200,13 @@ class Run:
         """
         if self.peak_flops is None:
             return {}
-        cost = flops.token_flops(self.config.model, self.config.train.seq_length)
+        memory = self.config.memory
+        cost = flops.token_flops(
+            self.config.model,
+            self.config.train.seq_length,
+            recompute=memory.recompute,
+            recompute_interval=memory.recompute_interval,
+        )
         tokens_per_s = self.config.train.tokens_per_step / seconds
         ranks = {"num_ranks": self.grid.world.size, "peak_flops": self.peak_flops}
         return {

@@ -402,6 +402,15 @@ MISTAKES = {
         "train.device=mps",
         told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
     ),
+    # --- Memory
+    "unknown kind of recomputation": override(
+        "memory.recompute=half", told=("memory.recompute", "'none', 'selective' or 'full'")
+    ),
+    "recomputation of some layers' parts": override(
+        "memory.recompute=selective",
+        "memory.recompute_interval=2",
+        told=("memory.recompute_interval=2", 'memory.recompute="selective"', "choose 1"),
+    ),
     # --- Data and files
     "weights for other paths": override(
         "data.weights=[1, 2]", told=("data.weights=[1.0, 2.0]", "1 data.paths", "one for each")

@@ -78,7 +78,7 @@ class Case:
         }
         for key, value in (*self.variant.keys, *self.keys):
             section, _, name = key.partition(".")
-            sections[section][name] = value
+            sections.setdefault(section, {})[name] = value
         return Config(**sections)
 
 

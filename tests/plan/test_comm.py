@@ -53,7 +53,7 @@ def run(placement: Placement, family: str = "llama", **keys) -> Config:
     }
     for key, value in keys.items():
         section, _, name = key.partition("__")
-        sections[section][name] = value
+        sections.setdefault(section, {})[name] = value
     return Config(**sections)
 
 
@@ -115,6 +115,7 @@ OVER_TWO = {"parallel__reshard_after_forward": 2}
 NO_PREFETCH = {"parallel__forward_prefetch": 0, "parallel__backward_prefetch": 0}
 PREFETCH = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 3}
 OFFLOAD = {"memory__cpu_offload": True}
+DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
 QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 
@@ -124,6 +125,10 @@ def strategy(name: str) -> dict:
 
 def schedule(name: str, chunks: int = 1) -> dict:
     return {"parallel__pipeline_schedule": name, "parallel__virtual_pipeline_size": chunks}
+
+
+def recompute(kind: str, interval: int = 1) -> dict:
+    return {"memory__recompute": kind, "memory__recompute_interval": interval}
 
 
 CASES = [
@@ -182,6 +187,19 @@ CASES = [
     Case(dp=2, keys=NO_PREFETCH | APART),
     Case(pp=2, dp=2, keys=PREFETCH | APART),
     Case(pp=2, dp=2, keys=OFFLOAD | schedule("ZB1P")),
+    Case(tp=2, keys=recompute("selective")),
+    Case(tp=2, keys=recompute("full")),
+    Case(tp=2, family="gpt", keys=SP | recompute("selective") | DROPOUT),
+    Case(tp=2, family="gpt", keys=SP | recompute("full") | DROPOUT),
+    Case(tp=2, pp=2, keys=SP | recompute("full", 2)),
+    Case(tp=2, pp=2, keys=SP | recompute("full") | schedule("ZBV", 2)),
+    Case(tp=2, pp=2, keys=SP | recompute("selective") | schedule("ZB1P")),
+    # A unit that is gathered for its backward is so for what that computes again.
+    Case(dp=2, keys=BF16 | recompute("full")),
+    Case(dp=2, keys=recompute("full") | TWO_BLOCKS | KEEP_NORMS),
+    Case(dp=2, keys=recompute("selective") | OFFLOAD),
+    Case(dp=2, keys=recompute("selective") | strategy("SHARD_GRAD_OP")),
+    Case(pp=2, dp=2, keys=recompute("full", 3) | schedule("ZB1P")),
 ]
 
 

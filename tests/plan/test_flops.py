@@ -43,6 +43,13 @@ LLAMA3_8B = LLAMA2_7B.model_copy(
 )
 
 
+def with_a_second_forward(model: ModelConfig, s: int) -> int:
+    """FLOPs per token where backward runs all layers again, to their ends: what the formulas of
+    full recomputation count."""
+    flops = token_flops(model, s)
+    return flops.model + flops.forward - head_forward_flops(model)
+
+
 @given(
     layers=st.integers(1, 128),
     head_dim=st.integers(1, 256),
@@ -54,7 +61,7 @@ LLAMA3_8B = LLAMA2_7B.model_copy(
 def test_gpt_with_full_recompute_is_megatrons_formula(layers, head_dim, heads, vocab, s, batch):
     """96 B s l h^2 (1 + s/6h + V/16lh), arXiv 2104.04473, equation 3."""
     h = heads * head_dim
-    flops = token_flops(gpt(layers, h, heads, vocab), s, recompute="full").hardware * batch * s
+    flops = with_a_second_forward(gpt(layers, h, heads, vocab), s) * batch * s
     # The formula times its denominators, so that the comparison is exact.
     assert flops == 96 * batch * s * layers * h**2 + 16 * batch * s**2 * layers * h + (
         6 * batch * s * h * vocab
@@ -102,8 +109,15 @@ def test_recompute_adds_the_forward_of_its_parts():
     added = {kind: token_flops(LLAMA3_8B, 4096, recompute=kind) for kind in RECOMPUTED_PARTS}
     assert added["none"].hardware == added["none"].model
     assert added["selective"].recomputed == 32 * layer["attention"]
-    assert added["full"].recomputed == 32 * sum(layer.values())
+    assert added["full"].recomputed == 32 * (sum(layer.values()) - layer["down"])
     assert len({flops.model for flops in added.values()}) == 1
+
+
+@pytest.mark.parametrize(("interval", "layers"), [(1, 32), (2, 16), (3, 11), (40, 1)])
+def test_one_of_so_many_layers_is_recomputed(interval, layers):
+    layer = layer_forward_flops(LLAMA3_8B, 4096)
+    flops = token_flops(LLAMA3_8B, 4096, recompute="full", recompute_interval=interval)
+    assert flops.recomputed == layers * (sum(layer.values()) - layer["down"])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +131,7 @@ def test_recompute_adds_the_forward_of_its_parts():
 )
 def test_megatrons_table_is_reproduced(model, ranks, batch, step_s, tflops):
     """arXiv 2104.04473, table 1: achieved teraFLOP/s per GPU without decimals, seconds to 0.2 %."""
-    flops = token_flops(model, 2048, recompute="full").hardware
+    flops = with_a_second_forward(model, 2048)
     achieved = utilisation(flops, batch * 2048 / step_s, num_ranks=ranks, peak_flops=1e12)
     assert achieved == pytest.approx(tflops, abs=0.5 + 0.002 * tflops)
 
@@ -128,7 +142,7 @@ def test_megatrons_table_is_reproduced(model, ranks, batch, step_s, tflops):
 )
 def test_korthikantis_mfu_is_reproduced(model, ranks, batch, step_s, mfu):
     """arXiv 2205.05198, table 5: seconds with two decimals, MFU of an A100 with one."""
-    flops = token_flops(model, 2048, recompute="selective").model
+    flops = token_flops(model, 2048).model
     measured = utilisation(flops, batch * 2048 / step_s, num_ranks=ranks, peak_flops=312e12)
     assert measured == pytest.approx(mfu, abs=0.0005 + mfu * 0.005 / step_s)
 
