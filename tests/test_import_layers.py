@@ -18,7 +18,7 @@ LAYERS = (
     # own layer and those below.
     ("errors", "terminal", "exit_codes"),
     ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
-    ("plan.parameters",),
+    ("plan.parameters", "plan.matrices"),
     ("pipeline.schedules", "pipeline.partition", "pipeline.program"),
     ("plan",),
     ("grid",),

@@ -142,11 +142,10 @@ class Torch:
     """torch.save of the rank's tensors into a file of its own, and torch.load of that."""
 
     def __init__(self, folder: Path, engine: Any) -> None:
-        from megagrid.optim.adamw import MOMENTS
-
         self._path = folder / f"rank-{engine.grid.rank}.pt"
         self._tensors = {"weights": [shard.tensor for shard in engine.shards]}
-        self._tensors |= {name: engine.optimizer.moments(name) for name in MOMENTS}
+        optimizer = engine.optimizer
+        self._tensors |= {name: optimizer.states(name) for name in optimizer.state_names}
 
     def save(self) -> None:
         import torch
@@ -203,13 +202,14 @@ def measure(setting: Setting, folder: Path, output: Path) -> None:
     """Make all turns; rank 0 writes what they took."""
     from megagrid.grid import bootstrap
     from megagrid.grid.start import running_grid
-    from megagrid.optim.adamw import MOMENTS
     from megagrid.train.build import build_engine
 
     with running_grid(setting.config, bootstrap.read()) as grid:
         engine = build_engine(setting.config, grid)
-        for name in MOMENTS:  # zeros until the first step, which a disk may find easy
-            for values in engine.optimizer.moments(name):
+        for (
+            name
+        ) in engine.optimizer.state_names:  # zeros until the first step, which a disk may find easy
+            for values in engine.optimizer.states(name):
                 values.normal_()
         ways = {name: make(_made(folder / name), engine) for name, make in WAYS.items()}
         seconds = {name: {act: [] for act in ACTS} for name in ways}

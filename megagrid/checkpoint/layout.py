@@ -7,9 +7,9 @@ This is all that saving and loading know of a run: no tp, pp or dp appears beyon
     | ###### | 2..5 of 6         rows 2..3 of the stack are wq -> wq, box at (2, 0), sizes (2, h)
     +--------+                   rows 4..5 of the stack are wk -> wk, box at (0, 0), sizes (2, h)
 
-A weight has its global name in a checkpoint; AdamW's states of it are `optimizer.exp_avg.<name>`
-and `optimizer.exp_avg_sq.<name>`. The count of updates is one number of the run and belongs to the
-trainer's state.
+A weight has its global name in a checkpoint, and each state that the optimizer keeps of it has that
+name behind its own: `optimizer.exp_avg.<name>`. The count of updates is one number of the run and
+belongs to the trainer's state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX
 from megagrid.nn.layout import Box, ParameterShard
-from megagrid.optim.adamw import MOMENTS, AdamW
+from megagrid.optim.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ class Entry:
     is_written_here: bool
 
 
-def entries(shards: Sequence[ParameterShard], optimizer: AdamW | None = None) -> list[Entry]:
-    """The boxes of this rank's parameters, and of AdamW's states if `optimizer` is given, which may
+def entries(shards: Sequence[ParameterShard], optimizer: Optimizer | None = None) -> list[Entry]:
+    """The boxes of this rank's parameters, and of `optimizer`'s states if it is given, which may
     have fewer rows than lie here.
 
     Padding of the vocabulary is in none of them. An empty shard has none.
     """
     found = [entry for shard in shards for entry in _boxes("", shard, shard.tensor)]
-    for moment in MOMENTS if optimizer is not None else ():
-        prefix = f"{OPTIMIZER_PREFIX}{moment}."
-        for shard, values in zip(optimizer.shards, optimizer.moments(moment), strict=True):
-            found += _boxes(prefix, shard, values)
+    for state in optimizer.state_names if optimizer is not None else ():
+        prefix = f"{OPTIMIZER_PREFIX}{state}."
+        for shard, values in zip(optimizer.shards, optimizer.states(state), strict=True):
+            if values is not None:
+                found += _boxes(prefix, shard, values)
     return found
 
 

@@ -195,6 +195,11 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint} is damaged: {TRAINER_STATE}: {error}") from None
 
 
+def state_kind(state: str) -> str:
+    """Which of an optimizer's states of a weight the tensor of that name is, as "exp_avg"."""
+    return state.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
+
+
 def weight_of(state: str) -> str:
     """The weight that the optimizer state `state` belongs to, by their names."""
     return state.removeprefix(OPTIMIZER_PREFIX).partition(".")[2]

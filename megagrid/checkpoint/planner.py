@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megagrid.checkpoint.layout import Entry
-from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX, weight_of
+from megagrid.checkpoint.manifest import OPTIMIZER_PREFIX, state_kind, weight_of
 from megagrid.errors import CheckpointError
 
 NAMES_LISTED = 64
@@ -112,11 +112,14 @@ class BoxLoadPlanner(LoadPlanner):
         """Compare what the ranks want with what there is.
 
         Raises:
-            CheckpointError: they differ; every difference is listed.
+            CheckpointError: they differ; every difference is listed, or that all states are another
+                optimizer's.
         """
         wanted: dict[str, Wanted] = {}
         for plan in global_plan:
             wanted.update(plan.planner_data)
+        if not self.weights_only:
+            _check_optimizer(self.checkpoint, wanted, self.saved)
         ignored = OPTIMIZER_PREFIX if self.weights_only else None
         if differences := _differences(wanted, self.saved, ignored):
             raise CheckpointError(
@@ -151,6 +154,22 @@ class BoxLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("a checkpoint holds tensors only")
+
+
+def _check_optimizer(checkpoint: str, wanted: Iterable[str], saved: Iterable[str]) -> None:
+    """Raises:
+    CheckpointError: the states are another optimizer's than those that are wanted.
+    """
+    ours, theirs = (
+        sorted({state_kind(name) for name in names if name.startswith(OPTIMIZER_PREFIX)})
+        for names in (wanted, saved)
+    )
+    if ours and theirs and ours != theirs:
+        raise CheckpointError(
+            f"{checkpoint} has the states of another optimizer: {', '.join(theirs)}, where "
+            f"{', '.join(ours)} is wanted; set optimizer.name as in its config.toml, or begin "
+            "with its weights by checkpoint.initialize_from"
+        )
 
 
 def _differences(

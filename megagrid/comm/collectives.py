@@ -56,3 +56,16 @@ def all_reduce_coalesced(
         parts = message.split([tensor.numel() for tensor in same])
         for tensor, part in zip(same, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """Send each rank its part of `x` (n,), one after the other; returns what they send, likewise.
+
+    Args:
+        sent, received: elements of each part.
+    """
+    if axis.size == 1:
+        return x
+    result = x.new_empty(sum(received))
+    dist.all_to_all_single(result, x, list(received), list(sent), group=axis.group)
+    return result

@@ -34,6 +34,15 @@ ROPE_SCALING_KEYS = {
 }
 """What each kind of RoPE scaling is made of."""
 
+ADAMW_KEYS, MOMENTUM_KEYS = ("beta1", "beta2", "eps"), ("momentum", "nesterov")
+MUON_KEYS = ("adamw_lr", "muon_scale", "muon_steps", "muon_dtype")
+OPTIMIZER_KEYS = {
+    "adamw": ADAMW_KEYS,
+    "sgd": MOMENTUM_KEYS,
+    "muon": (*ADAMW_KEYS, *MOMENTUM_KEYS, *MUON_KEYS),
+}
+"""Keys that not every optimizer reads."""
+
 LARGEST_CHOICE = 4096
 """Divisors above it are of no use to anyone, and would take long to find for a mistyped number."""
 
@@ -432,6 +441,20 @@ def final_decay_fits_the_run(config: Config) -> None:
         )
 
 
+def optimizer_reads_its_keys(config: Config) -> None:
+    """A key of another optimizer, stated, would look as if it were in use."""
+    optimizer = config.optimizer
+    read = OPTIMIZER_KEYS[optimizer.name]
+    for key, field in type(optimizer).model_fields.items():
+        value = getattr(optimizer, key)
+        readers = [name for name, keys in OPTIMIZER_KEYS.items() if key in keys]
+        if readers and key not in read and value != field.default:
+            raise ConfigError(
+                f"optimizer.{key}={toml_value(value)} isn't read by optimizer.name="
+                f'"{optimizer.name}"; leave it out, or choose {_choice(map(toml_value, readers))}'
+            )
+
+
 def device_computes_the_precision(config: Config) -> None:
     """A device type, without an index, that has the arithmetic asked for."""
     train = config.train
@@ -568,6 +591,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     schedule_can_be_written_down,
     run_has_one_length,
     final_decay_fits_the_run,
+    optimizer_reads_its_keys,
     device_computes_the_precision,
     recompute_interval_is_of_whole_layers,
     weights_blend_the_paths,

@@ -25,6 +25,8 @@ ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 RopeScaling = Literal["none", "linear", "llama3"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
+MuonScale = Literal["original", "match_rms_adamw"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "NO_SHARD"]
 
 
@@ -198,15 +200,33 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019). Norm weights, biases and 1-d parameters aren't decayed."""
+    """What updates the weights. Norm weights, biases and 1-d parameters aren't decayed."""
 
-    name: Literal["adamw"] = "adamw"
+    name: OptimizerName = "adamw"
+    """adamw: AdamW (Loshchilov & Hutter 2019). sgd: with momentum. muon: hidden matrices by Muon
+    (Jordan et al. 2024), embedding, head, norms and biases by AdamW."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate. Gradients are means over tokens, so it doesn't depend on the grid."""
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     eps: PositiveFloat = 1e-8
+    """adamw, muon: AdamW's; beta1 and beta2 of its moments, and what is added to the root of the
+    second."""
+    adamw_lr: PositiveFloat | None = None
+    """muon: peak learning rate of what AdamW updates; None: lr."""
+    momentum: BelowOne = 0.95
+    """sgd, muon: share of the last step's momentum that stays in it."""
+    nesterov: bool = True
+    """sgd, muon: look ahead by a step of the momentum."""
+    muon_scale: MuonScale = "match_rms_adamw"
+    """muon: what an orthogonal update of r rows and c columns is multiplied by. match_rms_adamw:
+    0.2 sqrt(max(r, c)), so that AdamW's learning rates serve. original: sqrt(max(1, r / c))."""
+    muon_steps: PositiveInt = 5
+    """muon: iterations of Newton and Schulz."""
+    muon_dtype: Literal["fp32", "bf16"] = "fp32"
+    """muon: what they are computed in; bf16 is for accelerators."""
     weight_decay: NonNegativeFloat = 0.1
+    """Decoupled from gradients: a step takes lr * weight_decay of a weight off it."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 

@@ -60,6 +60,7 @@ class Grid:
         world: all ranks.
         host: all ranks again, for what lies in the hosts' memory. It has a group of its own, so
             that a checkpoint can be written behind the training, which uses the others.
+        stage: dp, cp and tp together, the ranks with this rank's stages.
         embedding: the ranks of this rank's pipeline with its first and its last stage, which share
             a tied embedding; of size 1 on the others, and where one rank has both.
         kv: the tp ranks that hold the same key/value head, where tp exceeds their number.
@@ -76,6 +77,7 @@ class Grid:
     dp_shard: Axis
     dp_replicate: Axis
     dp_reshard: Axis
+    stage: Axis
     world: Axis
     embedding: Axis
     kv: Axis
@@ -88,7 +90,7 @@ class Grid:
     @property
     def axes(self) -> dict[str, Axis]:
         """Every axis by name."""
-        axes = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.world)
+        axes = (self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.stage, self.world)
         axes += (self.embedding, self.kv, self.host)
         axes += (self.dp_shard, self.dp_replicate, self.dp_reshard)
         return {axis.name: axis for axis in axes}
@@ -139,7 +141,7 @@ def build_grid(
 
     everyone = tuple(range(placement.world_size))
     kv_copies = max(1, placement.tp // num_kv_heads)
-    dp = axis("dp", placement.groups("dp"))
+    tp, dp = axis("tp", placement.groups("tp")), axis("dp", placement.groups("dp"))
     dp_cp = dp if placement.cp == 1 else axis("dp_cp", placement.groups("dp", "cp"))
     is_all = shard_size in (None, dp_cp.size)
     shards, replicas = placement.shard_groups(shard_size or dp_cp.size)
@@ -147,7 +149,7 @@ def build_grid(
         placement=placement,
         rank=rank,
         device=torch.device(device),
-        tp=axis("tp", placement.groups("tp")),
+        tp=tp,
         cp=axis("cp", placement.groups("cp")),
         dp=dp,
         pp=axis("pp", placement.groups("pp")),
@@ -155,6 +157,9 @@ def build_grid(
         dp_shard=dp_cp if is_all else axis("dp_shard", shards),
         dp_replicate=axis("dp_replicate", replicas),
         dp_reshard=axis("dp_reshard", placement.shard_groups(reshard_size or 1)[0]),
+        stage=axis("stage", placement.groups("dp", "cp", "tp"))
+        if tp.size > 1 and dp_cp.size > 1
+        else max(tp, dp_cp, key=lambda axis: axis.size),
         world=Axis(
             "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
         ),

@@ -79,10 +79,13 @@ class Layout:
 
     Attributes:
         decay: whether weight decay applies to it.
+        hidden: whether its pieces are matrices from hidden units to hidden units: not tables, norms
+            or biases.
     """
 
     pieces: tuple[Piece, ...]
     decay: bool
+    hidden: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -134,21 +137,33 @@ class ParameterShard:
         parameter: what the module holds: a plain tensor, or FSDP's DTensor.
         tensor: the local rows of it, sharing its storage.
         boxes: for each box of the model among those rows, its piece and slice of `tensor`.
-        decay: whether weight decay applies.
+        layout: of the whole local parameter.
         rows: which of the rows that lie here `tensor` is; None: all.
+        split: ranks that have some rows each.
     """
 
     name: str
     parameter: nn.Parameter
     tensor: Tensor
     boxes: tuple[tuple[Piece, slice], ...]
-    decay: bool
+    layout: Layout
     rows: slice | None = None
+    split: int = 1
 
     @property
     def module(self) -> str:
         """Path of the module that holds the parameter."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.layout.decay
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it is rows of matrices from hidden units to hidden units."""
+        return self.layout.hidden
 
     @property
     def grad(self) -> Tensor | None:
@@ -214,8 +229,9 @@ def parameter_shards(
                     parameter=parameter,
                     tensor=here,
                     boxes=tuple(layout.rows(first, first + here.shape[0])),
-                    decay=layout.decay,
+                    layout=layout,
                     rows=rows,
+                    split=shared.split.size if sharing is not None else 1,
                 )
             )
     return shards

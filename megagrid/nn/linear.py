@@ -111,7 +111,7 @@ class ColumnParallelLinear(SplitBackward):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         weights = tuple(row_piece(part, "weight", axis, init, in_features) for part in parts)
-        self.layouts = {"weight": Layout(weights, decay=True)}
+        self.layouts = {"weight": Layout(weights, decay=True, hidden=True)}
         if bias:
             biases = tuple(row_piece(part, "bias", axis, ZEROS) for part in parts)
             self.layouts["bias"] = Layout(biases, decay=False)
@@ -154,7 +154,7 @@ class RowParallelLinear(SplitBackward):
             local_rows=out_features,
             init=init,
         )
-        self.layouts = {"weight": Layout((weight,), decay=True)}
+        self.layouts = {"weight": Layout((weight,), decay=True, hidden=True)}
         if bias:
             piece = replicated_piece(
                 f"{name}.bias", (out_features,), axis, ZEROS, partial=sequence_parallel

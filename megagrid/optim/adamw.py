@@ -1,8 +1,4 @@
-"""AdamW on the shards that this rank owns, and the norm of the whole model's gradient.
-
-The optimizer works on local tensors, whatever wraps the parameter they belong to: an update is
-elementwise and knows neither tp nor dp.
-"""
+"""AdamW on the shards that this rank owns: an update is elementwise and knows neither tp nor dp."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ from torch import Tensor, nn
 from megagrid.config.schema import OptimizerConfig
 from megagrid.nn.layout import ParameterShard
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019) with decayed and undecayed parameters apart."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, shards: Sequence[ParameterShard], config: OptimizerConfig) -> None:
         self.shards = shards
@@ -50,10 +46,10 @@ class AdamW:
             # and a checkpoint has something to load into.
             self._adamw.state[leaf] = {
                 "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-                **{name: torch.zeros_like(leaf) for name in MOMENTS},
+                **{name: torch.zeros_like(leaf) for name in self.state_names},
             }
 
-    def moments(self, name: str) -> list[Tensor]:
+    def states(self, name: str) -> list[Tensor]:
         """The states `name` ("exp_avg" or "exp_avg_sq") of all shards, in their order."""
         return [self._adamw.state[leaf][name] for leaf in self._leaves]
 

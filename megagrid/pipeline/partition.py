@@ -9,9 +9,10 @@ the step is the dearest *rank*; of the splits that are equal in this, a cheaper 
 the pipeline sooner.
 
 **Memory.** `parallel.stage_memory_gb` caps what a process keeps from step to step of its stages:
-each parameter, its gradient and AdamW's two moments, in the dtype of the master weights,
+each parameter, its gradient and the optimizer's states, in the dtype of the master weights,
 
-    states(rank) = 4 x bytes x elements of its stages' layers and ends, as split over tp and dp
+    states(rank) = (2 + states) x bytes x elements of its stages' layers and ends, as split over
+                   tp and dp
 
 with the vocabulary's padding, and dim 0 rounded up to a multiple of the ranks that split it as
 fully_shard does (`megagrid.config.sharding` has them: under ZERO1 others for the moments than for
@@ -31,9 +32,6 @@ from megagrid.config.sharding import Sharding
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
 from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, is_split
-
-STATES = 4
-"""Numbers that are kept for a parameter: itself, its gradient, and AdamW's two moments."""
 
 GB = 10**9
 
@@ -122,8 +120,9 @@ class StateBytes:
                 splits = (sharding.split, sharding.states_split)
                 if not is_split(config, prefix + parameter.module):
                     splits = (1, 1)
-                for split in splits:
-                    elements += STATES // 2 * (parameter.gathered(split) // split)
+                numbers = 2, len(parameter.states(config.optimizer.name))  # a weight, its gradient
+                for count, split in zip(numbers, splits, strict=True):
+                    elements += count * (parameter.gathered(split) // split)
             return MASTER_BYTES[config.train.precision] * elements
 
         last = num_stages - 1

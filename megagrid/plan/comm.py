@@ -25,12 +25,15 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
     dp_shard       HYBRID_SHARD    as FULL_SHARD
     dp_replicate                   all_reduce                   1               a shard's gradients
     tp, kv, embedding              all_reduce                   1 a stage       gradients in parts
+    stage  Muon, a bucket          all_to_all                   2               boxes, see below
     world  norm, loss, news,       all_reduce                   1               8 (4 + ranks) bytes
            memory
 
 The step's gradients are reduced once, however many microbatches it has. How often parameters are
 gathered where they stay so between passes, or lie split over fewer ranks (axis dp_reshard), depends
-on the order of a stage's forwards and backwards: `_gathers`.
+on the order of a stage's forwards and backwards: `_gathers`. Muon's matrices are dealt to the ranks
+with the same stages in buckets; to a bucket's owners a rank sends its boxes of them, and the owners
+send back everyone's boxes (`megagrid.plan.matrices`).
 
 Backward issues again what comes before the last tensor that it lacks (`megagrid.nn.recompute`):
 under memory.recompute "selective" the gathers of sequence parallelism; under "full" those and the
@@ -51,7 +54,8 @@ from megagrid.pipeline.program import microbatches, training_schedule
 from megagrid.pipeline.schedules import Action, Kind, Schedule
 from megagrid.pipeline.schedules.action import GRADIENTS
 from megagrid.plan.flops import recomputed_layers
-from megagrid.plan.parameters import MASTER_BYTES, ModelShare
+from megagrid.plan.matrices import Holders, deal, splits
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare, is_split
 from megagrid.plan.units import PlannedUnit, stage_units
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
@@ -103,6 +107,7 @@ def step_communication(config: Config, placement: Placement, coordinate: Coordin
         *_pipeline(rank),
         *_data_parallel(rank),
         *_summands(rank),
+        *_muon(rank),
         Row("valid tokens", "dp", "all_reduce", 1, 8),
         Row("norm, loss, news, memory", "world", "all_reduce", 1, 8 * (4 + placement.world_size)),
     ]
@@ -121,7 +126,8 @@ def wire_bytes(row: Row, axis_size: int) -> float:
     """Bytes that the rank sends for the calls of `row`, by the algorithms that send least: rings
     (Patarasuk & Yuan 2009), in which an all-reduce is a reduce-scatter and an all-gather."""
     others = (axis_size - 1) / axis_size
-    share = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "send": 1}
+    share = {"all_reduce": 2 * others, "send": 1}
+    share |= dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), others)
     return row.calls * row.bytes * share.get(row.collective, 0)
 
 
@@ -187,6 +193,7 @@ class _Rank:
             "dp_shard": self.sharding.split,
             "dp_replicate": self.sharding.replicas,
             "dp_reshard": int(self.sharding.after_forward),
+            "stage": self.sharding.ranks * self.placement.tp,
         }
         return sizes[axis] if axis in sizes else self.placement.size(axis)
 
@@ -305,3 +312,30 @@ def _summands(rank: _Rank) -> Iterator[Row]:
                     elements += sum(p.summand_elements(axis, ranks, index) for p in parameters)
             calls = 1 if elements else 0
             yield Row(what, axis, "all_reduce", calls, elements * rank.master_bytes)
+
+
+def _muon(rank: _Rank) -> Iterator[Row]:
+    """The momenta of each bucket of matrices to their owners, and what becomes of them back."""
+    config, sharding, tp = rank.config, rank.sharding, rank.placement.tp
+    if config.optimizer.name != "muon":
+        return
+    matrices = [
+        replace(matrix, cuts=sharding.states_split)
+        if is_split(config, f"layers.{layer}.{parameter.module}")
+        else matrix
+        for stage in rank.stages
+        for layer in rank.layers[stage]
+        for parameter in rank.share.layer()
+        for matrix in parameter.matrices
+    ]
+    holders = Holders(dp=sharding.ranks, tp=tp)
+    me = rank.shard_index * tp + rank.coordinate.tp
+    axis = "stage"
+    if min(sharding.ranks, tp) == 1:
+        axis = "tp" if tp > 1 else sharding.axis
+    for numbers in deal(matrices, holders):
+        bucket = [matrices[number] for number in numbers]
+        to_owners, _ = splits(bucket, holders, me, gather=True)
+        _, back = splits(bucket, holders, me, gather=False)
+        for what, sent in (("momenta", to_owners), ("updates", back)):
+            yield Row(f"Muon, {what}", axis, "all_to_all", 1, sum(sent) * rank.master_bytes)

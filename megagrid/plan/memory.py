@@ -1,4 +1,4 @@
-"""What a rank keeps from step to step, in closed form: its weights and AdamW's moments. Pure.
+"""What a rank keeps from step to step, in closed form: weights and optimizer states. Pure.
 
 Of a parameter of R rows of w elements, as its tp rank has it, rank i of the d that split it holds
 
@@ -8,19 +8,19 @@ and keeps, e bytes an element (4; 8 in fp64, see `megagrid.plan.parameters`):
 
     kind          bytes
     weights       e c w            fully_shard stores c rows on every rank, so that all gather alike
-    exp_avg       e rows(d, i) w
-    exp_avg_sq    e rows(d, i) w
+    a state       e rows(d, i) w   of those that the optimizer keeps of the parameter
 
 d is as `megagrid.config.sharding` has it: all ranks with the same parameters, those of a node
 (HYBRID_SHARD), or 1 (NO_SHARD, and modules kept out of sharding). ZERO1 has d = 1 for weights and
-all ranks for the moments. If d divides R, that is 3 e R w / d. Gradients and gathered parameters
-come and go within a step. With `memory.cpu_offload` all of it is the host's memory. Saving behind
-the training keeps copies of what the rank writes, at most as much again, in host memory: on a CPU
-beside the originals.
+all ranks for the states. If d divides R, that is 3 e R w / d with AdamW's two moments. Gradients
+and gathered parameters come and go within a step. With `memory.cpu_offload` all of it is the host's
+memory. Saving behind the training keeps copies of what the rank writes, at most as much again, in
+host memory: on a CPU beside the originals.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,16 +39,15 @@ class PersistentBytes:
 
     Attributes:
         weights: the master weights.
-        exp_avg, exp_avg_sq: AdamW's moments.
+        states: the optimizer's, by name and in the order of names.
     """
 
     weights: int
-    exp_avg: int
-    exp_avg_sq: int
+    states: tuple[tuple[str, int], ...]
 
     @property
     def total(self) -> int:
-        return self.weights + self.exp_avg + self.exp_avg_sq
+        return self.weights + sum(size for _, size in self.states)
 
 
 def persistent_bytes(
@@ -57,14 +56,29 @@ def persistent_bytes(
     """Those of the rank at `coordinate`."""
     sharding = Sharding.of(config, placement)
     index = sharding.index(placement, coordinate)
-    stored = held = 0
+    element = MASTER_BYTES[config.train.precision]
+    stored = 0
+    kept: Counter[str] = Counter()
     for unit in local_units(config, placement, coordinate):
         splits = (unit.split, sharding.split, sharding.states_split), (unit.whole, 1, 1)
-        for parameters, split, states in splits:
-            stored += sum(parameter.gathered(split) // split for parameter in parameters)
-            held += sum(parameter.held(states, index % states) for parameter in parameters)
-    element = MASTER_BYTES[config.train.precision]
-    return PersistentBytes(stored * element, held * element, held * element)
+        for parameters, split, states_split in splits:
+            for parameter in parameters:
+                stored += element * (parameter.gathered(split) // split)
+                for state in parameter.states(config.optimizer.name):
+                    kept[state] += element * parameter.held(states_split, index % states_split)
+    return PersistentBytes(stored, tuple(sorted(kept.items())))
+
+
+def gradient_bytes(config: Config, placement: Placement, coordinate: Coordinate) -> int:
+    """What the gradients of the rank at `coordinate` take at the end of a step's backwards."""
+    sharding = Sharding.of(config, placement)
+    index = sharding.index(placement, coordinate) % sharding.split
+    elements = sum(
+        sum(parameter.held(sharding.split, index) for parameter in unit.split)
+        + sum(parameter.held(1, 0) for parameter in unit.whole)
+        for unit in local_units(config, placement, coordinate)
+    )
+    return elements * MASTER_BYTES[config.train.precision]
 
 
 def local_units(

@@ -19,12 +19,22 @@ from dataclasses import dataclass
 
 from megagrid.config.modules import is_unsharded
 from megagrid.config.schema import Config, ModelConfig
+from megagrid.plan.matrices import Matrix
 
 NO_ROWS = range(0)
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 """Of an element of parameters at rest, of reduced gradients, of the optimizer's states, and of the
 logits in the loss."""
+
+
+OPTIMIZER_STATES: dict[str, dict[bool, tuple[str, ...]]] = {
+    "adamw": dict.fromkeys((True, False), ("exp_avg", "exp_avg_sq")),
+    "sgd": dict.fromkeys((True, False), ("momentum",)),
+    "muon": {True: ("momentum",), False: ("exp_avg", "exp_avg_sq")},
+}
+"""What an optimizer keeps of hidden matrices (True) and of other parameters (False), element by
+element."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,17 @@ class LocalParameter:
         shape: local shape, padding of the vocabulary included.
         module: that holds it, by its name in the layer, or in the model outside layers.
         summands: rows, by axis, of whose gradient each rank of that axis has a summand only.
+        matrices: the hidden matrices that it has parts of; a table, norm or bias has none.
     """
 
     shape: tuple[int, ...]
     module: str
     summands: tuple[tuple[str, range], ...] = ()
+    matrices: tuple[Matrix, ...] = ()
+
+    def states(self, optimizer: str) -> tuple[str, ...]:
+        """What the optimizer of that name keeps of each element."""
+        return OPTIMIZER_STATES[optimizer][bool(self.matrices)]
 
     def gathered(self, dp: int) -> int:
         """Elements once gathered: dim 0 padded to a multiple of `dp`."""
@@ -100,11 +116,20 @@ class ModelShare:
         up = f // t * (2 if model.family == "llama" else 1)
         shared = (("kv", range(q, q + 2 * k)),) if self.kv_copies > 1 else ()
         widen = "mlp.gate_up" if model.family == "llama" else "mlp.up"
+        kv, apart = model.num_kv_heads * model.head_dim, t // self.kv_copies
+        qkv = (
+            Matrix((q * t, h), (t, 1), top=0, stack=q + 2 * k),
+            Matrix((kv, h), (apart, 1), top=q, stack=q + 2 * k),
+            Matrix((kv, h), (apart, 1), top=q + k, stack=q + 2 * k),
+        )
+        out = (Matrix((h, q * t), (1, t), top=0, stack=h),)
+        gate_up = tuple(Matrix((f, h), (t, 1), top, stack=up) for top in range(0, up, f // t))
+        down = (Matrix((h, f), (1, t), top=0, stack=h),)
         matrices = (
-            LocalParameter((q + 2 * k, h), "attention.qkv", shared),
-            LocalParameter((h, q), "attention.wo"),
-            LocalParameter((up, h), widen),
-            LocalParameter((h, f // t), "mlp.down"),
+            LocalParameter((q + 2 * k, h), "attention.qkv", shared, qkv),
+            LocalParameter((h, q), "attention.wo", (), out),
+            LocalParameter((up, h), widen, (), gate_up),
+            LocalParameter((h, f // t), "mlp.down", (), down),
         )
         norms = (*self.norm("attention_norm"), *self.norm("mlp_norm"))
         qkv_bias = LocalParameter((q + 2 * k,), "attention.qkv", shared)

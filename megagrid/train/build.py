@@ -24,12 +24,13 @@ from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
 from megagrid.nn.init import initialise
 from megagrid.nn.layout import ParameterShard, parameter_shards
-from megagrid.optim.adamw import AdamW
+from megagrid.optim.optimizer import Optimizer, Peers, make_optimizer
 from megagrid.pipeline.executor import Executor
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import evaluation_program, training_program
 from megagrid.pipeline.schedules import Kind, Program
 from megagrid.pipeline.stage import Stage
+from megagrid.plan.matrices import Holders
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Engine:
     config: Config
     grid: Grid
     shards: list[ParameterShard]
-    optimizer: AdamW
+    optimizer: Optimizer
     executor: Executor
     training: Program
     evaluation: Program
@@ -69,8 +70,10 @@ def build_engine(config: Config, grid: Grid) -> Engine:
         config=config,
         grid=grid,
         shards=[shard for stage in stages.values() for shard in stage.shards],
-        optimizer=AdamW(
-            [shard for stage in stages.values() for shard in stage.updated], config.optimizer
+        optimizer=make_optimizer(
+            [shard for stage in stages.values() for shard in stage.updated],
+            config.optimizer,
+            _peers(grid),
         ),
         executor=Executor(stages, grid, COMPUTE_DTYPES[config.train.precision]),
         training=training,
@@ -95,7 +98,8 @@ def outline(config: Config, placement: Placement, *, with_optimizer: bool) -> It
             ]
             for sharing in (spread.of_weights, spread.of_states)
         )
-        yield entries(shards, AdamW(updated, config.optimizer) if with_optimizer else None)
+        optimizer = make_optimizer(updated, config.optimizer, _peers(grid))
+        yield entries(shards, optimizer if with_optimizer else None)
 
 
 def _modules(config: Config, grid: Grid, training: Program) -> dict[int, DecoderStage]:
@@ -117,6 +121,11 @@ def _modules(config: Config, grid: Grid, training: Program) -> dict[int, Decoder
 
 def _share(layers: list[range], stage: int) -> StageShare:
     return StageShare(layers[stage], is_first=stage == 0, is_last=stage == len(layers) - 1)
+
+
+def _peers(grid: Grid) -> Peers:
+    """The ranks with boxes of this rank's parameters."""
+    return Peers(grid.stage, Holders(dp=grid.dp_cp.size, tp=grid.tp.size), grid.device)
 
 
 def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:

@@ -18,7 +18,7 @@ from megagrid.errors import ConfigError, MegagridError, PeerError
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Axis, Grid
-from megagrid.plan.memory import persistent_bytes
+from megagrid.plan.memory import gradient_bytes, persistent_bytes
 from megagrid.train.step import peak_memory_bytes
 
 GB = 10**9
@@ -37,7 +37,7 @@ _NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
 def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> None:
     """Refuse a run that can't fit: whose states alone are larger than the memory they go to.
 
-    States are weights, gradients and the optimizer's moments, which are all there at the end of a
+    States are weights, gradients and the optimizer's states, which are all there at the end of a
     step's backward. That activations fit beside them isn't promised.
 
     Raises:
@@ -63,10 +63,8 @@ def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> No
 
 
 def _state_bytes(config: Config, grid: Grid, rank: int) -> int:
-    kept = persistent_bytes(config, grid.placement, grid.placement.coordinate(rank))
-    # A gradient has the elements of a moment, or of the weight where only moments are split.
-    states_alone = config.parallel.sharding_strategy == "ZERO1"
-    return kept.total + (kept.weights if states_alone else kept.exp_avg)
+    where = config, grid.placement, grid.placement.coordinate(rank)
+    return persistent_bytes(*where).total + gradient_bytes(*where)
 
 
 def _more_room(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from megagrid.checkpoint import Entry, entries
 from megagrid.config.schema import OptimizerConfig
 from megagrid.grid.grid import Axis
 from megagrid.nn.layout import Box, Layout, ParameterShard, Piece
-from megagrid.optim.adamw import MOMENTS, AdamW
+from megagrid.optim.adamw import AdamW
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WORDS, PADDED = 2, 8, 8, 2, 2, 61, 64
 
@@ -59,8 +59,8 @@ class RankState:
         """Whether every entry has its right values, bit by bit, and padding is zero."""
         values = [shard.tensor for shard in self.shards]
         boxes = [shard.boxes for shard in self.shards]
-        for moment in MOMENTS:
-            values += self.optimizer.moments(moment)
+        for state in self.optimizer.state_names:
+            values += self.optimizer.states(state)
         for tensor, parts in zip(values, boxes * 3, strict=True):
             outside = torch.ones_like(tensor)
             for _, rows in parts:
@@ -100,7 +100,7 @@ def rank_state(grid: GridShape, tp: int, pp: int, dp: int) -> RankState:
         tensor = torch.zeros(min(rows, start + chunk) - start, *layout.local_shape[1:])
         boxes = tuple(layout.rows(start, start + tensor.shape[0]))
         parameter = torch.nn.Parameter(tensor)
-        shards.append(ParameterShard(name, parameter, tensor, boxes, layout.decay))
+        shards.append(ParameterShard(name, parameter, tensor, boxes, layout))
     return RankState(shards, AdamW(shards, OptimizerConfig()))
 
 

@@ -394,6 +394,18 @@ MISTAKES = {
         "lr_schedule.decay_steps=9",
         told=("lr_schedule.decay_steps=9", "last step is 8", "choose at most 8"),
     ),
+    "key of another optimizer": override(
+        "optimizer.name=sgd",
+        "optimizer.beta1=0.8",
+        told=(
+            "optimizer.beta1=0.8",
+            'optimizer.name="sgd"',
+            'leave it out, or choose "adamw" or "muon"',
+        ),
+    ),
+    "momentum without the optimizer that has it": override(
+        "optimizer.nesterov=false", told=("optimizer.nesterov=false", 'choose "sgd" or "muon"')
+    ),
     "device with an index": override(
         "train.device=cuda:0", told=('train.device="cuda:0"', 'such as "cpu" or "cuda"')
     ),

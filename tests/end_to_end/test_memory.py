@@ -36,9 +36,12 @@ def kept_by_engine(run: Run) -> PersistentBytes:
     shards, optimizer = run.engine.shards, run.engine.optimizer
     return PersistentBytes(
         sum(shard.tensor.untyped_storage().nbytes() for shard in shards),
-        *(
-            sum(state.untyped_storage().nbytes() for state in optimizer.moments(moment))
-            for moment in ("exp_avg", "exp_avg_sq")
+        tuple(
+            (
+                name,
+                sum(s.untyped_storage().nbytes() for s in optimizer.states(name) if s is not None),
+            )
+            for name in sorted(optimizer.state_names)
         ),
     )
 

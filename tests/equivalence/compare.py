@@ -19,6 +19,7 @@ from tests.equivalence.tolerance import (
     Deviation,
     Reference,
     deviations,
+    muon_updates,
     noise,
     step_deviations,
     update_bounds,
@@ -99,27 +100,29 @@ class Equivalence:
         """The variant on one process, and its tolerances."""
         # Those of fp32 are of the first step alone.
         steps = variant.steps if variant.precision == "bf16" else 1
-        loss, grad_norm, gradients = self._tolerances(replace(variant, steps=steps))
+        loss, grad_norm, gradients, muon = self._tolerances(replace(variant, steps=steps))
         run = self.one_process(variant)
         u = UNIT_ROUNDOFF["fp64" if variant.precision == "fp64" else "fp32"]
-        updated = update_bounds(run, gradients, whole_batch(variant).config.optimizer, u)
+        updated = update_bounds(run, gradients, muon, whole_batch(variant).config.optimizer, u)
         return Reference(run, loss, grad_norm, gradients, updated)
 
-    def _measured_tolerances(self, variant: Variant) -> tuple[float, float, Model]:
-        """Of losses, of relative norms and of gradients."""
+    def _measured_tolerances(self, variant: Variant) -> tuple[float, float, Model, Model]:
+        """Of losses, of relative norms, of gradients, and of what Muon makes of them."""
         if variant.precision == "fp64":
-            *_, single = self._tolerances(replace(variant, precision="fp32"))
+            *_, single, muon = self._tolerances(replace(variant, precision="fp32"))
             gradients = {n: np.minimum(FP64_NOISE * bound, FP64) for n, bound in single.items()}
-            return FP64, FP64, gradients
+            return FP64, FP64, gradients, {n: FP64_NOISE * bound for n, bound in muon.items()}
         computed, exact = train_draws(
             self.ranks,
             [whole_batch(v) for v in (variant, replace(variant, precision="fp64"))],
             DRAWS,
         )
-        sigma = noise([run.gradients for run in computed], [run.gradients for run in exact])
-        gradients = {name: DEVIATIONS * s for name, s in sigma.items()}
+        found, right = ([run.gradients for run in runs] for runs in (computed, exact))
+        gradients = _allowed(found, right)
+        optimizer = whole_batch(variant).config.optimizer
+        muon = _allowed(*([muon_updates(g, optimizer) for g in each] for each in (found, right)))
         if variant.precision == "fp32":
-            return FP32_LOSS, FP32_GRAD_NORM, gradients
+            return FP32_LOSS, FP32_GRAD_NORM, gradients, muon
         losses = [np.subtract(c.losses, e.losses) for c, e in zip(computed, exact, strict=True)]
         norms = [
             np.divide(c.grad_norms, e.grad_norms) - 1 for c, e in zip(computed, exact, strict=True)
@@ -127,7 +130,12 @@ class Equivalence:
         loss, grad_norm = (
             DEVIATIONS * float(np.sqrt(np.square(errors).mean())) for errors in (losses, norms)
         )
-        return loss, grad_norm, gradients
+        return loss, grad_norm, gradients, muon
+
+
+def _allowed(computed: Sequence[Model], exact: Sequence[Model]) -> Model:
+    """How far each element may be off, by what it was off in draws."""
+    return {name: DEVIATIONS * sigma for name, sigma in noise(computed, exact).items()}
 
 
 def whole_batch(variant: Variant) -> Case:

@@ -39,6 +39,16 @@ is the bound of the element: below a thousandth of the step for all but a few. d
 itself differs by no more than the norms do, |d| / |g| of the whole model. Added are the roundings
 of the update, a dozen, relative to |w| and to lr.
 
+Muon's first step moves a hidden matrix by lr scale O(g), whatever the clipping factor. O amplifies
+weak directions of g by up to 3.4445^5 = 485 at once, and mixes all elements of a matrix; but to
+first order its error is linear in that of g, hence as normal, and measured in the same draws:
+
+    e_d = O32(g32(w_d)) - O64(g64(w_d)),    |ΔO| <= DEVIATIONS sigma
+
+The rest is AdamW's. SGD's first step moves a weight by lr k c g, with k = 1 + momentum under
+Nesterov and else 1: linear in g, so the bound is lr k d, and the roundings are relative to |w| and
+to the step itself.
+
 **bf16.** The same, with the differences of bf16 compute from float64. Losses and norms have a sigma
 of their own, over draws and steps. That tp ranks round their summands to bf16 before they are added
 is what (1 + 2) allows for.
@@ -51,8 +61,10 @@ from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
+import torch
 
 from megagrid.config.schema import OptimizerConfig
+from megagrid.optim.muon import SCALES, orthogonal
 from tests.equivalence.trainer import Model, Run
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp64": 2.0**-53}
@@ -112,27 +124,62 @@ def _local_mean(squares: np.ndarray) -> np.ndarray:
     return largest
 
 
-def update_bounds(run: Run, gradient_bounds: Model, config: OptimizerConfig, u: float) -> Model:
+def muon_updates(gradients: Model, config: OptimizerConfig) -> Model:
+    """What Muon makes of the first gradients of hidden matrices, in the gradients' precision; of
+    other optimizers nothing."""
+    return {
+        name: orthogonal(torch.from_numpy(gradient), config.muon_steps).numpy()
+        for name, gradient in gradients.items()
+        if config.name == "muon" and name.startswith("layers.") and gradient.ndim == 2
+    }
+
+
+def update_bounds(
+    run: Run, gradient_bounds: Model, muon_bounds: Model, config: OptimizerConfig, u: float
+) -> Model:
     """How far weights after the first step may be from the run's, elementwise.
 
     Args:
+        muon_bounds: of `muon_updates`.
         u: unit roundoff of the weights and moments.
     """
     norm = run.grad_norms[0]
+    lr = config.adamw_lr or config.lr
     off = sqrt(sum(float(np.square(bound).sum()) for bound in gradient_bounds.values()))
     clip = min(1.0, config.clip_grad / (norm + 1e-6)) if config.clip_grad else 1.0
-
-    def update(gradient: np.ndarray) -> np.ndarray:
-        return gradient / (np.abs(gradient) + config.eps)
-
     bounds = {}
     for name, gradient in run.gradients.items():
         clipped = clip * gradient.astype(np.float64)
         d = clip * gradient_bounds[name] + np.abs(clipped) * (off / norm + 16 * u)
-        middle = update(clipped)
-        reach = np.maximum(update(clipped + d) - middle, middle - update(clipped - d))
-        bounds[name] = config.lr * (reach + 12 * u) + 4 * u * np.abs(run.initial[name])
+        if name in muon_bounds:
+            step = config.lr * SCALES[config.muon_scale](*gradient.shape)
+            step = step * (muon_bounds[name] + 12 * u)
+        else:
+            step = lr * REACHES[config.name](clipped, d, config, u)
+        bounds[name] = step + 4 * u * np.abs(run.initial[name])
     return bounds
+
+
+def _adamw_reach(
+    gradient: np.ndarray, d: np.ndarray, config: OptimizerConfig, u: float
+) -> np.ndarray:
+    """How far lr's factor in the step may be off, if the gradient is off by `d`."""
+
+    def update(gradient: np.ndarray) -> np.ndarray:
+        return gradient / (np.abs(gradient) + config.eps)
+
+    middle = update(gradient)
+    return np.maximum(update(gradient + d) - middle, middle - update(gradient - d)) + 12 * u
+
+
+def _sgd_reach(
+    gradient: np.ndarray, d: np.ndarray, config: OptimizerConfig, u: float
+) -> np.ndarray:
+    k = 1 + config.momentum if config.nesterov else 1
+    return k * (d + 12 * u * np.abs(gradient))
+
+
+REACHES = {"adamw": _adamw_reach, "sgd": _sgd_reach, "muon": _adamw_reach}
 
 
 @dataclass(frozen=True)

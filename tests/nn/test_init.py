@@ -26,7 +26,7 @@ def filled(
     layout = Layout((piece,), decay=True)
     tensor = torch.full(layout.local_shape, torch.nan)
     boxes = tuple(layout.rows(0, layout.local_shape[0]))
-    initialise([ParameterShard(name, nn.Parameter(tensor), tensor, boxes, True)], seed)
+    initialise([ParameterShard(name, nn.Parameter(tensor), tensor, boxes, layout)], seed)
     return tensor
 
 
@@ -55,9 +55,9 @@ def test_precision_rounds_the_same_numbers():
     tensors = []
     for dtype in (torch.float64, torch.bfloat16):
         tensor = torch.empty(SHAPE, dtype=dtype)
-        shard = ParameterShard(
-            "w", nn.Parameter(tensor), tensor, ((piece, slice(0, SHAPE[0])),), True
-        )
+        boxes = ((piece, slice(0, SHAPE[0])),)
+        layout = Layout((piece,), decay=True)
+        shard = ParameterShard("w", nn.Parameter(tensor), tensor, boxes, layout)
         initialise([shard], 1)
         tensors.append(tensor)
     assert torch.equal(tensors[0].float(), filled(WHOLE))
@@ -79,7 +79,8 @@ def test_normal_weights_have_the_stated_mean_and_deviation():
     shape = (400, 500)
     piece = Piece("w", shape, Box((0, 0), shape), shape[0], Init(std=0.02))
     tensor = torch.empty(shape)
-    shard = ParameterShard("w", nn.Parameter(tensor), tensor, ((piece, slice(0, 400)),), True)
+    boxes, layout = ((piece, slice(0, 400)),), Layout((piece,), decay=True)
+    shard = ParameterShard("w", nn.Parameter(tensor), tensor, boxes, layout)
     initialise([shard], 1)
     count = tensor.numel()
     # Five standard errors of the mean and of the deviation of that many normal numbers.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megagrid.config.schema import OptimizerConfig
 from megagrid.nn.init import ZEROS
 from megagrid.nn.layout import Box, Layout, ParameterShard, Piece
-from megagrid.optim.adamw import MOMENTS, AdamW
+from megagrid.optim.adamw import AdamW
 
 CONFIG = OptimizerConfig(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
 
@@ -18,8 +18,9 @@ def shard(seed: int, *shape: int, decay: bool = True) -> ParameterShard:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     parameter = nn.Parameter(values)
     piece = Piece(f"w{seed}", shape, Box((0,) * len(shape), shape), shape[0], ZEROS)
-    boxes = tuple(Layout((piece,), decay).rows(0, shape[0]))
-    return ParameterShard(f"w{seed}", parameter, parameter.detach(), boxes, decay)
+    layout = Layout((piece,), decay)
+    boxes = tuple(layout.rows(0, shape[0]))
+    return ParameterShard(f"w{seed}", parameter, parameter.detach(), boxes, layout)
 
 
 def give_gradients(shards: list[ParameterShard], step: int) -> None:
@@ -83,9 +84,9 @@ def test_states_exist_before_the_first_step():
     """So that memory is known from the start, and a checkpoint has something to load into."""
     shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
     optimizer = AdamW(shards, CONFIG)
-    for name in MOMENTS:
-        assert [m.shape for m in optimizer.moments(name)] == [(4, 3), (5,)]
-        assert not any(m.any() for m in optimizer.moments(name))
+    for name in AdamW.state_names:
+        assert [m.shape for m in optimizer.states(name)] == [(4, 3), (5,)]
+        assert not any(m.any() for m in optimizer.states(name))
 
 
 def test_loaded_states_continue_as_if_uninterrupted():
@@ -96,8 +97,8 @@ def test_loaded_states_continue_as_if_uninterrupted():
         if step == 3:
             other = AdamW(resumed, CONFIG)
             other.set_step(2)
-            for name in MOMENTS:
-                for to, of in zip(other.moments(name), optimizer.moments(name), strict=True):
+            for name in AdamW.state_names:
+                for to, of in zip(other.states(name), optimizer.states(name), strict=True):
                     to.copy_(of)
             for to, of in zip(resumed, shards, strict=True):
                 to.tensor.copy_(of.tensor)
@@ -130,4 +131,4 @@ def test_a_rank_may_own_nothing():
     optimizer = AdamW([], CONFIG)
     optimizer.set_step(3)
     optimizer.step(1e-2)
-    assert [optimizer.moments(name) for name in MOMENTS] == [[], []]
+    assert [optimizer.states(name) for name in AdamW.state_names] == [[], []]

@@ -24,8 +24,9 @@ def shard(
     piece = Piece("w", real, Box((0, 0), real), rows, ZEROS, replicas=replicas)
     parameter = nn.Parameter(torch.zeros(rows, columns))
     parameter.grad = gradient
-    boxes = tuple(Layout((piece,), True).rows(0, rows))
-    return ParameterShard("w", parameter, parameter.detach(), boxes, True)
+    layout = Layout((piece,), decay=True)
+    boxes = tuple(layout.rows(0, rows))
+    return ParameterShard("w", parameter, parameter.detach(), boxes, layout)
 
 
 def tp(rank: int) -> Axis:

@@ -17,7 +17,6 @@ from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Placement
 from megagrid.pipeline.partition import (
     GB,
-    STATES,
     StateBytes,
     balanced,
     head_cost,
@@ -193,8 +192,8 @@ def states_on_rank(config: Config, grid: Placement) -> tuple[int, list[int]]:
     """Bytes of what this rank keeps from step to step, and what is said of all pipeline ranks."""
     engine = build_engine(config, build_grid(grid, dist.get_rank(), "cpu", 2))
     tensors = [shard.tensor for shard in engine.shards]
-    tensors += [*tensors, *engine.optimizer.moments("exp_avg")]
-    tensors += engine.optimizer.moments("exp_avg_sq")
+    tensors += [*tensors, *engine.optimizer.states("exp_avg")]
+    tensors += engine.optimizer.states("exp_avg_sq")
     ranks = engine.training.placement
     layers = stage_layers(config, grid, ranks)
     states = StateBytes.of(config, grid, len(ranks))
@@ -306,7 +305,7 @@ def test_states_are_four_numbers_a_parameter():
     states = StateBytes.of(config, Placement(), 1)
     q, k = 32, 8
     matrices = 32 * (q + 2 * k) + 32 * q + 3 * 32 * 64 + 2 * 32
-    assert states.layer == STATES * MASTER_BYTES["fp32"] * matrices
+    assert states.layer == 4 * MASTER_BYTES["fp32"] * matrices
     assert states.ends == (16 * (2 * 64 * 32 + 32),)  # 61 rows padded to 64, and a norm
 
 

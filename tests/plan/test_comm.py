@@ -23,6 +23,7 @@ from megagrid.train.step import apply_gradients, compute_gradients
 def run(placement: Placement, family: str = "llama", **keys) -> Config:
     """A run of 5 layers with 2 samples a microbatch; `keys` are `section__key=value`."""
     sections = {
+        "optimizer": {},
         "model": {
             "family": family,
             "num_layers": 5,
@@ -116,6 +117,7 @@ NO_PREFETCH = {"parallel__forward_prefetch": 0, "parallel__backward_prefetch": 0
 PREFETCH = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 3}
 OFFLOAD = {"memory__cpu_offload": True}
 DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
+MUON = {"optimizer__name": "muon"}
 QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 
@@ -200,6 +202,16 @@ CASES = [
     Case(dp=2, keys=recompute("selective") | OFFLOAD),
     Case(dp=2, keys=recompute("selective") | strategy("SHARD_GRAD_OP")),
     Case(pp=2, dp=2, keys=recompute("full", 3) | schedule("ZB1P")),
+    Case(tp=2, keys=MUON | SP),
+    Case(tp=4, family="gpt", keys=MUON),
+    Case(tp=4, keys=MUON),
+    Case(dp=3, keys=MUON | BF16),
+    Case(dp=2, keys=MUON | strategy("NO_SHARD") | {"train__precision": "fp64"}),
+    Case(tp=2, pp=2, dp=2, keys=MUON | schedule("ZBV", 2)),
+    Case(pp=4, keys=MUON),
+    Case(dp=4, keys=MUON | HYBRID | {"train__micro_batch_size": 1}),
+    Case(tp=2, dp=2, keys=MUON | ZERO1),
+    Case(tp=2, dp=2, keys=MUON | KEEP_NORMS),
 ]
 
 

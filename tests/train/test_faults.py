@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 def states(config: Config, placement: Placement, ranks: range) -> int:
     """Weights, gradients and two moments of `ranks`."""
     kept = [persistent_bytes(config, placement, placement.coordinate(rank)) for rank in ranks]
-    return sum(one.total + one.exp_avg for one in kept)
+    return sum(one.total + dict(one.states)["exp_avg"] for one in kept)
 
 
 @pytest.mark.parametrize("local", [1, 2, 4])

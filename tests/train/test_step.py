@@ -128,7 +128,7 @@ def test_clipping_scales_what_is_above_and_nothing_else():
     for largest, clipped in ((0.0, False), (1e6, False), (1e-3, True)):
         engine = engine_of({"optimizer": {"clip_grad": largest}})
         norm = step(engine, whole_batch()).grad_norm
-        moments = engine.optimizer.moments("exp_avg")
+        moments = engine.optimizer.states("exp_avg")
         apply_gradients(engine, norm, lr=1e-3)
         after = torch.nn.utils.get_total_norm(moments).item() / (1 - 0.9)
         assert after == pytest.approx(largest if clipped else norm, rel=1e-4)
