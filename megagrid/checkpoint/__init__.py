@@ -23,12 +23,14 @@ _MODULE_OF = MappingProxyType(
         "Found": "find",
         "entries": "layout",
         "find_checkpoint": "find",
+        "first_sound": "find",
         "load": "load",
         "load_trainer_state": "load",
         "newest_first": "folders",
         "on_first_rank": "together",
         "save": "save",
         "should_save": "retention",
+        "step_name": "folders",
     }
 )
 """Each name of the package, and the module that it is fetched from when it is first used. Most

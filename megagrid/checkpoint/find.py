@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def find_checkpoint(
             none is sound. To train from scratch instead would throw work away unasked.
     """
     folders = on_first_rank(lambda: _folders(resume, checkpoints, key), world)
+    found, skipped = first_sound(folders, world, by_first_rank=by_first_rank)
+    if found is not None:
+        return Found(found, skipped)
+    if skipped:
+        from_scratch = ", or leave the key out to train from scratch" if key == RESUME_KEY else ""
+        raise CheckpointError(
+            f'{key}="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name another'
+            f"{from_scratch}"
+        )
+    return None
+
+
+def first_sound(
+    folders: Sequence[Path], world: Axis = ALONE, *, by_first_rank: bool = False
+) -> tuple[Path | None, tuple[str, ...]]:
+    """The first of `folders` that is a sound checkpoint, and a line for each before it: why not.
+
+    All ranks of `world` call it together.
+    """
     skipped: list[str] = []
     for path in folders:
         try:
@@ -60,15 +80,9 @@ def find_checkpoint(
             skipped.append(str(error))
             continue
         if not problems:
-            return Found(path, tuple(skipped))
+            return path, tuple(skipped)
         skipped.append(f"{path} is damaged: {'; '.join(problems)}")
-    if skipped:
-        from_scratch = ", or leave the key out to train from scratch" if key == RESUME_KEY else ""
-        raise CheckpointError(
-            f'{key}="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name another'
-            f"{from_scratch}"
-        )
-    return None
+    return None, tuple(skipped)
 
 
 def verify(

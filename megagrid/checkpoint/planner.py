@@ -50,6 +50,16 @@ class BoxSavePlanner(DefaultSavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
+        """
+        Raises:
+            CheckpointError: a value to be written is NaN or Inf: nobody could train on from it.
+        """
+        for entry in self._written.values():
+            if not _is_finite(entry.tensor):
+                raise CheckpointError(
+                    f"{entry.name} has a NaN or Inf, and nothing is saved; go on from the last "
+                    "checkpoint"
+                )
         items = [_write_item(entry) for entry in self._written.values()]
         self.plan = SavePlan(items, planner_data={entry.name for entry in self.entries})
         return self.plan
@@ -210,6 +220,12 @@ def _listed(phrases: Mapping[str, str]) -> str:
     if len(named) > NAMES_LISTED:
         text += f" and {len(named) - NAMES_LISTED} more"
     return text + (" (and their optimizer states)" if len(named) < len(phrases) else "")
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or Inf. These show in the sum, which needs no memory; only if it
+    isn't finite, as that of very large values isn't, each is looked at."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _chunk(entry: Entry) -> ChunkStorageMetadata:

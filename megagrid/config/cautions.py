@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megagrid.config.schema import Config
+from megagrid.config.schema import Config, LossScaleConfig
 
 
 def cautions(config: Config) -> list[str]:
@@ -27,4 +27,15 @@ def warmup_outlasts_the_run(config: Config) -> str | None:
     )
 
 
-CAUTIONS: tuple[Callable[[Config], str | None], ...] = (warmup_outlasts_the_run,)
+def loss_scale_is_for_fp16(config: Config) -> str | None:
+    """Other precisions hold gradients as they are."""
+    precision = config.train.precision
+    if precision == "fp16" or config.loss_scale == LossScaleConfig():
+        return None
+    return f'[loss_scale] isn\'t read under train.precision="{precision}", only under "fp16"'
+
+
+CAUTIONS: tuple[Callable[[Config], str | None], ...] = (
+    warmup_outlasts_the_run,
+    loss_scale_is_for_fp16,
+)

@@ -483,6 +483,28 @@ def recompute_interval_is_of_whole_layers(config: Config) -> None:
         )
 
 
+def loss_scale_begins_above_its_least(config: Config) -> None:
+    """It falls from where it begins."""
+    scale = config.loss_scale
+    if scale.min > scale.initial:
+        raise ConfigError(
+            f"loss_scale.min={scale.min} is above loss_scale.initial={scale.initial}; choose at "
+            f"most {scale.initial}"
+        )
+
+
+def rollback_has_checkpoints(config: Config) -> None:
+    """What a run is rolled back to is a checkpoint of its own."""
+    guard = config.guard
+    for key in ("on_nan", "on_spike"):
+        if getattr(guard, key) == "rollback" and not config.checkpoint.save_interval:
+            raise ConfigError(
+                f'guard.{key}="rollback" needs checkpoints on the way, and '
+                "checkpoint.save_interval=0 saves none; state the steps between them, or choose "
+                f'guard.{key}="skip"'
+            )
+
+
 # --- Data and files ------------------------------------------------------------------------------
 
 
@@ -594,6 +616,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     optimizer_reads_its_keys,
     device_computes_the_precision,
     recompute_interval_is_of_whole_layers,
+    loss_scale_begins_above_its_least,
+    rollback_has_checkpoints,
     weights_blend_the_paths,
     paths_are_distinct,
     synthetic_stands_alone,

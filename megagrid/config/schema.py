@@ -20,7 +20,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 RopeScaling = Literal["none", "linear", "llama3"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
@@ -180,7 +180,11 @@ class TrainConfig(Section):
     """Token budget of the run; steps = ceil(tokens / (global_batch_size * seq_length))."""
     seed: NonNegativeInt = 1234
     precision: Precision = "fp32"
-    """bf16: bf16 compute with fp32 master weights, fp32 gradient reduction and optimizer."""
+    """bf16, fp16: compute in it with fp32 master weights, fp32 gradient reduction and optimizer.
+    fp16's gradients are computed of a scaled loss, see `LossScaleConfig`."""
+    deterministic: bool = False
+    """Two runs are bit by bit the same on accelerators too, which costs some speed. On a CPU they
+    always are."""
     device: str = "auto"
     """"auto": the accelerator if there is one, else cpu; or a device type by name."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 600.0
@@ -231,8 +235,25 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 switches clipping off."""
 
 
+class LossScaleConfig(Section):
+    """What the loss is multiplied by under train.precision="fp16", so that small gradients aren't
+    rounded to zero; weights, norms and clipping see gradients without it. Powers of two cost no
+    digit. See `megagrid.optim.loss_scale`."""
+
+    initial: PositiveFloat = 65536.0
+    growth_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    growth_interval: PositiveInt = 1000
+    """Steps in a row without overflow after which it grows."""
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What it is multiplied by when gradients overflow."""
+    hysteresis: PositiveInt = 2
+    """Overflows since it last grew that lower it; those before only skip their steps."""
+    min: PositiveFloat = 1.0
+    """It is never lower. Gradients that aren't finite at it are `guard.on_nan`'s."""
+
+
 class LRScheduleConfig(Section):
-    """Learning rate over steps: linear warmup, then the shape named."""
+    """Learning rate over steps, without those skipped: linear warmup, then the shape named."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: NonNegativeInt = 0
@@ -241,6 +262,32 @@ class LRScheduleConfig(Section):
     wsd: length of the final decay (None: a tenth of the run)."""
     min_lr_ratio: Fraction = 0.1
     """Final over peak learning rate."""
+
+
+class GuardConfig(Section):
+    """What becomes of a step whose numbers can't be right, decided alike by every rank. See
+    `megagrid.train.guards`.
+
+    "skip": neither weights nor learning rate move. "rollback": the last sound checkpoint of the run
+    is loaded, and training goes on from it with the data after this step's. "end": the run ends.
+    """
+
+    on_nan: Literal["end", "skip", "rollback"] = "end"
+    """A loss or gradient norm that is NaN or Inf (and under fp16 no overflow)."""
+    on_spike: Literal["off", "skip", "rollback"] = "off"
+    """A loss or gradient norm far above those of the window's steps."""
+    window: Annotated[int, Field(ge=2, le=100_000)] = 100
+    """Steps last made that the next is held against; until there are as many, no step is."""
+    loss_deviations: PositiveFloat = 6.0
+    """A loss is a spike if above the window's mean by more of its standard deviations."""
+    norm_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    """A gradient norm is a spike if above so many times the window's median."""
+    max_skips: PositiveInt = 10
+    """Steps in a row that are skipped for such reasons, at most; then the run ends."""
+    max_rollbacks: PositiveInt = 3
+    """Of the whole run; then it ends."""
+    find_nan: bool = False
+    """Make a step with a NaN or Inf once more, looking for where the first one comes from."""
 
 
 class DataConfig(Section):
@@ -331,8 +378,10 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
     lr_schedule: LRScheduleConfig = LRScheduleConfig()
     data: DataConfig
     evaluation: EvaluationConfig = EvaluationConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig

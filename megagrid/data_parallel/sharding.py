@@ -45,8 +45,18 @@ from megagrid.grid.grid import Axis, Grid
 from megagrid.model.decoder import DecoderStage
 from megagrid.nn.layout import ParameterShard, Sharing, first_of_shard, local
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+MASTER_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 # --- Who has what --------------------------------------------------------------------------------

@@ -15,6 +15,15 @@ from megagrid.errors import GridError
 
 LAUNCHER = "MEGAGRID_LAUNCHER"
 
+DETERMINISTIC = {
+    # cuBLAS then has one workspace, of a size that doesn't depend on what else runs, and splits a
+    # product alike each time. torch refuses its deterministic mode without it.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Sums made in the switch have the order in which messages reach it; rings and trees have one.
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""What `train.deterministic` says to libraries that read the environment as they start."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -92,6 +101,12 @@ def become_launcher() -> None:
     A rank can't find out by itself: its parent may have been killed before it could ask.
     """
     os.environ[LAUNCHER] = str(os.getpid())
+
+
+def make_deterministic() -> None:
+    """Leave word for this process's libraries, before they are loaded; what is stated wins."""
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
 
 
 def cores() -> int:

@@ -30,14 +30,17 @@ def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -
     return torch.stack(norms).double().square().sum()
 
 
-def clip_gradients(shards: Sequence[ParameterShard], norm: float, largest: float) -> None:
-    """Scale all gradients, in place, so that their global norm is at most `largest`; 0: leave them.
+def clip_gradients(
+    shards: Sequence[ParameterShard], norm: float, largest: float, loss_scale: float = 1.0
+) -> None:
+    """Divide `loss_scale` out of all gradients, in place, and scale them so that their global norm
+    is at most `largest` (0: any): by one factor, in one pass, or in none if it is 1.
 
     Args:
-        norm: of the whole model, the same on every rank.
+        norm: of the whole model, the same on every rank, without `loss_scale`.
     """
-    if largest == 0.0 or norm <= largest:
-        return
+    factor = 1.0 if largest == 0.0 or norm <= largest else largest / (norm + 1e-6)
+    factor /= loss_scale
     grads = [shard.grad for shard in shards if shard.grad is not None]
-    if grads:  # none in a stage without layers
-        torch._foreach_mul_(grads, largest / (norm + 1e-6))
+    if factor != 1.0 and grads:  # none in a stage without layers
+        torch._foreach_mul_(grads, factor)

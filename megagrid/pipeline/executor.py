@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,6 +40,7 @@ class _Step:
         sends: under way.
         loss: summed over the tokens of this rank's microbatches, on the last stage.
         spans: when each compute action ran, if that is asked for.
+        around: entered around each.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class _Step:
     loss_scale: Callable[[], Tensor] | None
     loss: Tensor
     spans: list[Span] | None = None
+    around: Callable[[Action], AbstractContextManager[None]] = nullcontext
     inputs: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     grads: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     outputs: dict[Action, Tensor] = field(default_factory=dict)
@@ -56,10 +58,12 @@ class _Step:
     def timed(self, action: Action) -> Iterator[None]:
         """Note when the block, which is `action`'s own work and no waiting, begins and ends."""
         if self.spans is None:
-            yield
+            with self.around(action):
+                yield
             return
         start = self._now()
-        yield
+        with self.around(action):
+            yield
         self.spans.append(Span(action, start, self._now()))
 
     def _now(self) -> float:
@@ -96,6 +100,7 @@ class Executor:
         microbatches: Sequence[Microbatch],
         loss_scale: Callable[[], Tensor] | None = None,
         spans: list[Span] | None = None,
+        around: Callable[[Action], AbstractContextManager[None]] | None = None,
     ) -> Tensor:
         """Run `program` on `microbatches`; gradients are added to the parameters'.
 
@@ -105,12 +110,13 @@ class Executor:
                 without backward need none.
             spans: gets when each compute action ran, in seconds since the epoch. On an
                 accelerator it costs the overlap of one action with the next.
+            around: what each compute action is made in; by default nothing.
 
         Returns:
             the loss summed over this rank's tokens, float64; zero away from the last stage.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._grid.device)
-        step = _Step(program, microbatches, loss_scale, zero, spans)
+        step = _Step(program, microbatches, loss_scale, zero, spans, around or nullcontext)
         with torch.set_grad_enabled(not program.forward_only):
             for item in program.steps[self._grid.pp.rank]:
                 if item.is_batch:

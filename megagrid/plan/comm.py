@@ -58,7 +58,7 @@ from megagrid.plan.matrices import Holders, deal, splits
 from megagrid.plan.parameters import MASTER_BYTES, ModelShare, is_split
 from megagrid.plan.units import PlannedUnit, stage_units
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Of an element of activations and gathered parameters."""
 
 

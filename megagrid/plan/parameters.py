@@ -23,7 +23,7 @@ from megagrid.plan.matrices import Matrix
 
 NO_ROWS = range(0)
 
-MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 """Of an element of parameters at rest, of reduced gradients, of the optimizer's states, and of the
 logits in the loss."""
 

@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what is gathered and reduced together, its bytes and its ranks, and stop",
     )
     parser.add_argument(
+        "--find-nan",
+        action="store_true",
+        help="guard.find_nan=true: say where the first NaN or Inf of a step comes from",
+    )
+    parser.add_argument(
         "--nproc",
         type=int,
         metavar="N",
@@ -63,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or start the ranks that do."""
+    if arguments.find_nan:
+        arguments.overrides = [*arguments.overrides, "guard.find_nan=true"]
     if bootstrap.is_rank() and not (arguments.show_config or arguments.show_units):
         try:
             with interrupts_win():
@@ -165,6 +172,8 @@ def _warn(config: Config) -> None:
 
 
 def _train(config: Config, stop: StopRequest) -> int:
+    if config.train.deterministic:
+        bootstrap.make_deterministic()
     from megagrid.train.run import train  # imports torch, which the checks before it don't need
 
     return train(config, stop)

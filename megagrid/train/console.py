@@ -112,6 +112,10 @@ class TimeLeft:
             return None
         return (now - then) / (record.step - first_step) * (self._total_steps - record.step)
 
+    def forget(self) -> None:
+        """What was known of the steps' times: the run goes on at another step."""
+        self._marks.clear()
+
 
 class ConsoleTable:
     """Prints a header, then a row for every `interval`-th step, the last one, and every step with
@@ -146,6 +150,10 @@ class ConsoleTable:
             self._line([Text(f"{c.title:>{c.width}}", style="bold") for c in COLUMNS])
             self._has_header = True
         self._line([Text(f"{c.show(row) or '':>{c.width}}", style=c.style) for c in COLUMNS])
+
+    def rewind(self, step: int) -> None:
+        """Rows of steps that are made again stay above the new ones."""
+        self._time_left.forget()
 
     def close(self) -> None:
         """Nothing is held back."""

@@ -1,8 +1,11 @@
 """What a run records of each step and of each save, and the files these lie in.
 
-`metrics.jsonl` holds one JSON object per optimizer step, in order, whatever stopped and resumed the
-run in between; `saves.jsonl` holds one per checkpoint. One rank writes them; what they say is true
-of the whole grid.
+`metrics.jsonl` holds one JSON object per step, in order, whatever stopped and resumed the run in
+between; `saves.jsonl` holds one per checkpoint. A run that goes back to a checkpoint, resumed or
+rolled back, drops what it has written of later steps and writes them again as it makes them again:
+after a rollback with other samples. `guard.jsonl`, there once a step wasn't made for its numbers,
+has one for each of those and only grows. One rank writes them; what they say is true of the whole
+grid.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +24,9 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from megagrid.errors import DataError
 from megagrid.terminal import warn_on_stderr
+
+EVERY_STEP = sys.maxsize
+"""For a log that keeps the records of steps that the run has gone back from."""
 
 
 class Record:
@@ -53,13 +60,13 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Record):
-    """One optimizer step.
+    """One step.
 
     Attributes:
         step: counted from 1.
         loss: mean over the step's valid tokens, in nats.
         grad_norm: of the whole model, before clipping.
-        lr: learning rate that the step was made with.
+        lr: learning rate that the step was made with, or would have been.
         valid_tokens: labels of the step that count in the loss.
         consumed_tokens, consumed_samples: what the run has been fed up to and with this step. Not
             multiplied by ranks that share a sample (tp, pp).
@@ -72,6 +79,9 @@ class StepRecord(Record):
         peak_memory_bytes: of each rank.
         valid_loss: mean over the valid tokens of the validation samples, with the step's new
             weights; None at steps without an evaluation.
+        skipped: whether the step wasn't made: no weight has moved.
+        skipped_steps, rollbacks: of the run, up to and with this step.
+        loss_scale: that its gradients were computed with; 1 but under fp16.
     """
 
     of: ClassVar[str] = "step"
@@ -91,6 +101,34 @@ class StepRecord(Record):
     hfu: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
     valid_loss: float | None = None
+    skipped: bool = False
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardRecord(Record):
+    """A step that wasn't made for its numbers.
+
+    Attributes:
+        step: that the run went on after: the one not made, or that of the checkpoint which it was
+            rolled back to.
+        at_step: the one not made.
+        action: "skip", "rollback" or "end".
+        reason: in words.
+        loss, grad_norm: of the step.
+        sample_ids: positions of its first and last sample in the order of samples.
+    """
+
+    of: ClassVar[str] = "guard"
+    step: int
+    at_step: int
+    action: str
+    reason: str
+    loss: float
+    grad_norm: float
+    sample_ids: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +154,13 @@ class SaveRecord(Record):
     gb_per_s: float
 
 
+NONFINITE = ("NaN", "Infinity", "-Infinity")
+"""JSON has no word for NaN, and a diverged run must still be readable by every JSON parser: these
+stand for them, as in protobuf, and float() reads them."""
+
+
 def _name_nonfinite(value: Any) -> Any:
-    """JSON has no word for NaN, and a diverged run must still be readable by every JSON parser:
-    "NaN", "Infinity" and "-Infinity" stand for them, as in protobuf, and float() reads them."""
+    """`value` in JSON's terms."""
     if isinstance(value, dict):
         return {key: _name_nonfinite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -130,13 +172,16 @@ def _parse(value: Any) -> Any:
     """The inverse of `_name_nonfinite`, and tuples in place of lists."""
     if isinstance(value, list):
         return tuple(value)
-    return float(value) if isinstance(value, str) else value
+    return float(value) if value in NONFINITE else value
 
 
 class Sink(Protocol):
     """Where records go. The rank that speaks has several; the others have none."""
 
     def write(self, record: StepRecord) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: what follows is the step after it."""
 
     def close(self) -> None: ...
 
@@ -163,11 +208,11 @@ class MetricsLog(Generic[R]):
         warn: Callable[[str], None] = warn_on_stderr,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        drop_records_after(path, resume_step, kind)
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._kind = kind
         self._waiting = b""
         self._warn = warn
+        self._open(resume_step)
 
     def write(self, record: R) -> None:
         failed_before = bool(self._waiting)
@@ -175,10 +220,19 @@ class MetricsLog(Generic[R]):
         if (failure := self._flush()) and not failed_before:
             self._warn(f"{self._path}: {failure}; its lines wait in memory")
 
+    def rewind(self, step: int) -> None:
+        """Drop the records of later steps."""
+        self.close()
+        self._open(step)
+
     def close(self) -> None:
         if failure := self._flush():
             self._warn(f"{self._path}: {failure}; its last lines are lost")
         self._file.close()
+
+    def _open(self, resume_step: int) -> None:
+        drop_records_after(self._path, resume_step, self._kind)
+        self._file = self._path.open("ab", buffering=0)
 
     def _flush(self) -> str | None:
         """Write what waits; why it can't be."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
-
-import torch
+from typing import NoReturn, TextIO
 
 from megagrid import checkpoint
 from megagrid.config.dump import dump
 from megagrid.config.schema import Config
-from megagrid.data import Batch, DataSplits, Loader, Sampler
+from megagrid.data import DataSplits, Loader, Sampler
 from megagrid.data import build as build_data
 from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import STOPPED
@@ -21,17 +20,27 @@ from megagrid.grid.grid import Grid
 from megagrid.grid.start import running_grid, with_shard_size
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
-from megagrid.hf.start import start_from
-from megagrid.optim.lr_schedule import learning_rate
-from megagrid.plan import flops, hardware
+from megagrid.train.attempt import Attempt, StepMaker
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable, save_line
+from megagrid.train.determinism import deterministic_kernels
 from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import lock_folder
-from megagrid.train.metrics import MetricsLog, SaveRecord, Sink, StepRecord, Stopwatch
+from megagrid.train.guards import Action
+from megagrid.train.metrics import (
+    EVERY_STEP,
+    GuardRecord,
+    MetricsLog,
+    SaveRecord,
+    Sink,
+    StepRecord,
+    Stopwatch,
+)
+from megagrid.train.past import Past
+from megagrid.train.recording import Recorder, guard_record
 from megagrid.train.saving import Saver
 from megagrid.train.state import Progress, RunState
-from megagrid.train.step import News, apply_gradients, compute_gradients, evaluate
+from megagrid.train.step import News, evaluate
 from megagrid.train.stopping import StopRequest
 from megagrid.train.trace import TraceLog
 from megagrid.train.tracking import WandbTracker
@@ -44,6 +53,7 @@ def train(config: Config, stop: StopRequest) -> int:
     with (
         told_in_a_line(config, environment),
         running_grid(config, environment) as grid,
+        deterministic_kernels(config.train.deterministic),
         stop.by_signals(),
     ):
         config = with_shard_size(config, grid.dp_shard.size)
@@ -62,6 +72,7 @@ class Run:
 
     Attributes:
         speaks: whether this rank is the one that prints and writes records.
+        maker: tries its steps.
     """
 
     def __init__(self, config: Config, grid: Grid, stop: StopRequest | None = None) -> None:
@@ -70,6 +81,8 @@ class Run:
         self._stop = stop or StopRequest()
         self._heard = News()
         self.speaks = grid.rank == 0
+        # No method, which would keep a run that failed to begin, and with it the folder's lock.
+        self._say = partial(print, flush=True) if self.speaks else _say_nothing
         self.folder = Path(config.logging.run_dir)
         self.checkpoints = self.folder / checkpoint.CHECKPOINTS
         self._lock: TextIO | None = None
@@ -78,10 +91,13 @@ class Run:
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
         self.state = RunState(self.engine, self.data.fingerprint)
-        self._resume()
+        self.past = Past(config, grid, self.state, self.checkpoints, self._say)
+        self.past.begin()
         self.saver = self._make_saver()
-        self.loader, self.total_steps = self._plan_steps()
-        self.peak_flops = _peak_flops(config, grid.device)
+        self.loader, self.total_steps = self._make_loader(), config.train.total_steps
+        self._check_data()
+        self.maker = StepMaker(self.engine, self.state, self.total_steps, self._news)
+        self.recorder = Recorder(config, grid.world.size, grid.device)
 
     @property
     def progress(self) -> Progress:
@@ -109,10 +125,19 @@ class Run:
             while not self._is_over:
                 with watch.part("data"):
                     batches = next(steps)
-                record = self._step(batches, watch, trace)
-                for sink in sinks:
-                    sink.write(record)
-                self._save_if_due()
+                is_traced = trace.is_due(self.progress.step + 1)
+                attempt = self.maker.make(batches, watch, is_traced=is_traced)
+                self._heard = attempt.result.news
+                match attempt.verdict.action:
+                    case Action.MAKE | Action.SKIP:
+                        record = self._record(attempt, watch, trace)
+                        for sink in sinks:
+                            sink.write(record)
+                    case Action.ROLL_BACK:
+                        self._roll_back(attempt, [*sinks, trace])
+                    case Action.END:
+                        self._end_for(attempt)
+                self._save_if_due(attempt)
                 watch.lap()  # evaluating and saving are no part of a step
             self.saver.finish()
         except RuntimeError as error:
@@ -143,76 +168,65 @@ class Run:
         checkpoint.on_first_rank(lambda: None, self.grid.host)
         return STOPPED
 
-    def _step(self, batches: Sequence[Batch], watch: Stopwatch, trace: TraceLog) -> StepRecord:
-        """Make one optimizer step, evaluate if it is time, and say what happened."""
-        config, progress = self.config, self.progress
-        number = progress.step + 1
-        first_sample = progress.consumed_samples
-        lr = learning_rate(
-            number,
-            config=config.lr_schedule,
-            peak=config.optimizer.lr,
-            total_steps=self.total_steps,
-        )
-        spans = [] if trace.is_due(number) else None
-        result = compute_gradients(self.engine, batches, number, watch, spans, self._news)
-        self._heard = result.news
-        if not result.is_finite:
-            raise MegagridError(
-                f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}; the weights "
-                f"weren't updated and nothing was saved. Resume from the last checkpoint with a "
-                f"lower optimizer.lr={config.optimizer.lr} or a smaller optimizer.clip_grad"
-            )
-        with watch.part("optimizer"):
-            apply_gradients(self.engine, result.grad_norm, lr)
-        progress.step = number
-        progress.consumed_samples += config.train.global_batch_size
-        progress.consumed_tokens += config.train.tokens_per_step
+    def _record(self, attempt: Attempt, watch: Stopwatch, trace: TraceLog) -> StepRecord:
+        """Write down what the step was that has just been counted, and evaluate if it is time."""
         seconds, parts = watch.lap()
-        if spans is not None:
-            trace.write(number, spans)
-        tokens_per_s = result.valid_tokens / seconds
-        return StepRecord(
-            step=number,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            valid_tokens=result.valid_tokens,
-            consumed_tokens=progress.consumed_tokens,
-            consumed_samples=progress.consumed_samples,
-            sample_ids=(first_sample, progress.consumed_samples - 1),
-            step_time_s=seconds,
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_rank=tokens_per_s / self.grid.world.size,
-            parts_s=parts,
-            peak_memory_bytes=result.peak_memory_bytes,
-            **self._utilisation(seconds),
-            valid_loss=self._evaluate_if_due(),
+        if attempt.spans is not None:
+            trace.write(attempt.number, attempt.spans)
+        if not attempt.is_made:
+            self._say(f"skipped {attempt.reason}")
+            if not attempt.verdict.is_overflow:
+                self._note_in_guard_log(attempt)
+        return self.recorder.step(attempt, self.state, seconds, parts, self._evaluate_if_due())
+
+    def _roll_back(self, attempt: Attempt, logs: Sequence[Sink | TraceLog]) -> None:
+        """Go back to the run's last sound checkpoint, in place, and on with the data after the step
+        that led here.
+
+        Raises:
+            MegagridError: there is none, or the data ends before the run does.
+        """
+        self.saver.settle()
+        path = self.past.go_back()
+        if path is None:
+            interval = self.config.checkpoint.save_interval
+            raise MegagridError(
+                f"{attempt.reason}; the run has no checkpoint to roll back to yet; lower "
+                f"checkpoint.save_interval={interval} or optimizer.lr"
+            )
+        self._check_data()
+        step, sample = self.progress.step, self.progress.consumed_samples
+        self._say(
+            f"rolled back to {path} at step {step}, for {attempt.reason}; the run goes on with "
+            f"sample {sample}"
         )
+        for log in (*logs, self._saves):
+            if log is not None:
+                log.rewind(step)
+        self._note_in_guard_log(attempt)
+
+    def _end_for(self, attempt: Attempt) -> NoReturn:
+        """
+        Raises:
+            MegagridError: why the run ends with a step that wasn't made.
+        """
+        self._note_in_guard_log(attempt)
+        optimizer = self.config.optimizer
+        raise MegagridError(
+            f"{attempt.reason}; the weights weren't updated and nothing was saved. Resume from the "
+            f"last checkpoint with a lower optimizer.lr={optimizer.lr} or a smaller "
+            f"optimizer.clip_grad={optimizer.clip_grad}; guard.on_nan and guard.on_spike skip such "
+            "steps or roll back"
+        )
+
+    def _note_in_guard_log(self, attempt: Attempt) -> None:
+        if self.speaks:
+            log = MetricsLog(self.folder / "guard.jsonl", EVERY_STEP, GuardRecord)
+            log.write(guard_record(attempt, self.progress.step))
+            log.close()
 
     def _news(self) -> News:
         return News(stop=self._stop.is_made, save_failed=self.saver.has_failed)
-
-    def _utilisation(self, seconds: float) -> dict[str, float]:
-        """MFU and HFU of a step, if the peak of the device is stated or known.
-
-        Every position counts, trained on or not: the device computes them all.
-        """
-        if self.peak_flops is None:
-            return {}
-        memory = self.config.memory
-        cost = flops.token_flops(
-            self.config.model,
-            self.config.train.seq_length,
-            recompute=memory.recompute,
-            recompute_interval=memory.recompute_interval,
-        )
-        tokens_per_s = self.config.train.tokens_per_step / seconds
-        ranks = {"num_ranks": self.grid.world.size, "peak_flops": self.peak_flops}
-        return {
-            "mfu": flops.utilisation(cost.model, tokens_per_s, **ranks),
-            "hfu": flops.utilisation(cost.hardware, tokens_per_s, **ranks),
-        }
 
     def _evaluate_if_due(self) -> float | None:
         interval, step = self.config.evaluation.interval, self.progress.step
@@ -226,89 +240,42 @@ class Run:
         """Save the run as it is. Collective; see `Saver.save`."""
         self.saver.save(self.state, is_last=is_last)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, attempt: Attempt) -> None:
         """Save after steps that are to be saved and, whatever the recipe says, after the one that
         the run is stopped at; and look after the save behind the training."""
         settings = self.config.checkpoint
         self.saver.report_if_done()
         if self._heard.save_failed:
             self.saver.settle()
-        if self._heard.stop or checkpoint.should_save(
+        has_gone_on = attempt.number == self.progress.step
+        is_due = checkpoint.should_save(
             self.progress.step, self.total_steps, settings.save_interval, settings.save_at_end
-        ):
+        )
+        if self._heard.stop or (has_gone_on and is_due):
             self.save(is_last=self._is_over)
 
-    def _resume(self) -> None:
-        """Load the checkpoint that the recipe names, if it names one and there is one."""
-        settings = self.config.checkpoint
-        if settings.resume is None:
-            self._refuse_to_start_over()
-            self._begin()
-            return
-        world, by_first_rank = self.grid.host, settings.read_by == "first_rank"
-        found = checkpoint.find_checkpoint(
-            settings.resume, self.checkpoints, world, by_first_rank=by_first_rank
-        )
-        if found is None:
-            self._say("no checkpoint yet: a fresh start")
-            self._begin()
-            return
-        for line in found.skipped:
-            self._say(f"passed over: {line}")
-        for line in self.state.load(found.path, world, by_first_rank=by_first_rank):
-            self._say(f"warning: {line}")
-        checkpoint.on_first_rank(lambda: carried.take(found.path, self.folder), world)
-        self._say(f"resumed from {found.path} at step {self.progress.step}")
-
-    def _begin(self) -> None:
-        """Take the weights that the recipe begins with, if it names any in place of those drawn."""
-        settings = self.config.checkpoint
-        if settings.initialize_from is None:
-            return
-        for line in start_from(
-            Path(settings.initialize_from),
-            self.config.model,
-            self.state.weights(),
-            self.folder,
-            self.grid.host,
-            by_first_rank=settings.read_by == "first_rank",
-        ):
-            self._say(f"warning: {line}")
-        self._say(f"began with the weights of {settings.initialize_from}")
-
-    def _refuse_to_start_over(self) -> None:
-        """Raises:
-        CheckpointError: the run's folder has checkpoints, which a fresh start would replace.
-        """
-        saved = checkpoint.newest_first(self.checkpoints)
-        if saved:
-            raise CheckpointError(
-                f'logging.run_dir="{self.folder}" has a run at step {saved[0].step}; go on from '
-                "there with checkpoint.resume=latest, or name another folder"
-            )
-
-    def _plan_steps(self) -> tuple[Loader, int]:
-        """The loader of the training data, and the run's last step.
-
-        Raises:
-            DataError: the data ends before that step and must not be repeated.
-        """
-        config = self.config.train
-        loader = Loader(
+    def _make_loader(self) -> Loader:
+        """The loader of the training data."""
+        return Loader(
             self.data.train,
             self._sampler(),
             self.grid.dp.rank,
             prefetch=self.config.data.prefetch,
         )
-        total = config.total_steps
-        possible = loader.steps_left(self.progress.consumed_samples)
-        if possible is not None and self.progress.step + possible < total:
+
+    def _check_data(self) -> None:
+        """
+        Raises:
+            DataError: the data ends before the run's last step and must not be repeated.
+        """
+        done, total = self.progress.step, self.total_steps
+        possible = self.loader.steps_left(self.progress.consumed_samples)
+        if possible is not None and done + possible < total:
+            batch = self.config.train.global_batch_size
             raise DataError(
-                f"the data fills {self.progress.step + possible} steps of "
-                f"train.global_batch_size={config.global_batch_size}, the run has {total}; set "
-                f"train.steps={self.progress.step + possible} or data.repeat=true"
+                f"the data fills {done + possible} steps of train.global_batch_size={batch}, the "
+                f"run has {total}; set train.steps={done + possible} or data.repeat=true"
             )
-        return loader, total
 
     def _sampler(self) -> Sampler:
         train = self.config.train
@@ -355,13 +322,14 @@ class Run:
         )
 
     def _report_save(self, record: SaveRecord) -> None:
+        self.past.saved(record.step)
         if self._saves is not None:
             self._saves.write(record)
         self._say(save_line(record))
 
-    def _say(self, text: str) -> None:
-        if self.speaks:
-            print(text, flush=True)
+
+def _say_nothing(text: str) -> None:
+    """What ranks say that don't speak."""
 
 
 def _export(config: Config) -> None:
@@ -392,13 +360,3 @@ def _open_data(config: Config) -> DataSplits:
         data.cache_dir,
         config.model.vocab_size,
     )
-
-
-def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """FLOP/s that one device can do at best: as stated, else as known by its name."""
-    if config.logging.peak_tflops is not None:
-        return config.logging.peak_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    known = hardware.find_device(torch.cuda.get_device_name(device))
-    return known.peak_flops if known else None

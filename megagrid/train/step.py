@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from megagrid.data import Batch
 from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.optim.clip import clip_gradients, local_squared_norm
-from megagrid.pipeline.schedules import Span
+from megagrid.pipeline.schedules import Action, Span
 from megagrid.pipeline.stage import Microbatch
 from megagrid.train.build import Engine
 from megagrid.train.metrics import Stopwatch
@@ -42,7 +43,7 @@ class StepResult:
 
     Attributes:
         loss: mean over valid tokens, nats.
-        grad_norm: of the whole model, before clipping.
+        grad_norm: of the whole model, before clipping and without the loss scale.
         valid_tokens: labels that counted.
         peak_memory_bytes: of each rank.
         news: of any rank.
@@ -54,10 +55,6 @@ class StepResult:
     peak_memory_bytes: tuple[int, ...]
     news: News = News()
 
-    @property
-    def is_finite(self) -> bool:
-        return self.grad_norm - self.grad_norm == 0.0 and self.loss - self.loss == 0.0
-
 
 def compute_gradients(
     engine: Engine,
@@ -66,21 +63,28 @@ def compute_gradients(
     watch: Stopwatch,
     spans: list[Span] | None = None,
     news: Callable[[], News] = News,
+    *,
+    loss_scale: float = 1.0,
+    around: Callable[[Action], AbstractContextManager[None]] | None = None,
 ) -> StepResult:
-    """Run the step's forwards and backwards: every gradient of the mean loss is then in place.
+    """Run the step's forwards and backwards: every gradient of the mean loss, times `loss_scale`,
+    is then in place.
 
     Args:
         batches: this dp rank's microbatches.
         step: number of the step, from 1.
         spans: gets when each of this rank's actions ran, see `Executor.run`.
         news: asked for what this rank has to tell, as late in the step as can be.
+        around: see `Executor.run`.
     """
     grid = engine.grid
     with watch.part("data"):
         microbatches = _to_device(batches, engine, step, training=True)
         tokens = _TokenCount(batches, grid.dp_cp, grid.device)
     with watch.part("forward-backward"):
-        loss = engine.executor.run(engine.training, microbatches, tokens.scale, spans)
+        loss = engine.executor.run(
+            engine.training, microbatches, lambda: tokens.scale(loss_scale), spans, around
+        )
     with watch.part("norm"):
         # One message for all that the ranks must know of each other at the end of a step.
         totals = torch.zeros(4 + grid.world.size, dtype=torch.float64, device=grid.device)
@@ -93,19 +97,32 @@ def compute_gradients(
     valid_tokens = tokens.total()
     return StepResult(
         loss=loss_sum / valid_tokens if valid_tokens else 0.0,
-        grad_norm=squared_norm**0.5,
+        grad_norm=squared_norm**0.5 / loss_scale,
         valid_tokens=valid_tokens,
         peak_memory_bytes=tuple(int(peak) for peak in peaks),
         news=News(stop > 0, save_failed > 0),
     )
 
 
-def apply_gradients(engine: Engine, grad_norm: float, lr: float) -> None:
-    """Clip by the global norm, update the weights and drop the gradients."""
-    clip_gradients(engine.optimizer.shards, grad_norm, engine.config.optimizer.clip_grad)
+def apply_gradients(
+    engine: Engine, grad_norm: float, lr: float, *, loss_scale: float = 1.0
+) -> None:
+    """Clip by the global norm, update the weights and drop the gradients.
+
+    Args:
+        grad_norm: without the loss scale, which is divided out of the gradients here.
+    """
+    largest = engine.config.optimizer.clip_grad
+    clip_gradients(engine.optimizer.shards, grad_norm, largest, loss_scale)
     engine.optimizer.step(lr)
     for stage in engine.executor.stages.values():
         stage.sync.after_update()
+
+
+def drop_gradients(engine: Engine) -> None:
+    """Let go of a step's gradients: it isn't made."""
+    for shard in engine.shards:
+        shard.parameter.grad = None
 
 
 def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
@@ -146,10 +163,11 @@ class _TokenCount:
             self._work = None
         return int(self._count)
 
-    def scale(self) -> Tensor:
-        """One over the count: the gradient of the step's loss by the summed loss."""
+    def scale(self, factor: float) -> Tensor:
+        """`factor` over the count: the gradient of `factor` times the step's loss by the summed
+        loss."""
         # float64, which autograd rounds to the loss's dtype, be it as wide.
-        scale = 1.0 / max(1, self.total())
+        scale = factor / max(1, self.total())
         return torch.tensor(scale, dtype=torch.float64, device=self._count.device)
 
 

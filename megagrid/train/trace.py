@@ -120,6 +120,7 @@ class TraceLog:
             number = int(path.stem.partition("-")[2])
             if number == rank or (rank == 0 and number >= placement.world_size):
                 _drop_after(path, resume_step)
+        self._path = _rank_file(folder, rank)
         if not interval:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,7 @@ class TraceLog:
         self._program = f"program-{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
         if rank == 0:
             replace_file(folder / self._program, text.encode())
-        self._file = _rank_file(folder, rank).open("a", encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8")
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be traced."""
@@ -139,6 +140,13 @@ class TraceLog:
         trace = RankTrace(step, self._placement, coordinate, self._program, tuple(spans))
         self._file.write(trace.to_json() + "\n")
         self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop the traces of later steps: the run has gone back to `step`."""
+        if self._interval:
+            self._file.close()
+            _drop_after(self._path, step)
+            self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         if self._interval:

@@ -63,6 +63,9 @@ class WandbTracker:
     def write(self, record: StepRecord) -> None:
         self._put(record)
 
+    def rewind(self, step: int) -> None:
+        """wandb keeps what it has: steps made again are logged again, under their numbers."""
+
     def close(self) -> None:
         """Send what is left."""
         self._put(None)

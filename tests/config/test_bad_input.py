@@ -167,8 +167,25 @@ MISTAKES = {
         "parallel.pipeline_schedule=1f1b", told=('pipeline_schedule="1f1b"', "'1F1B'")
     ),
     "unknown precision": override(
-        "train.precision=fp8", told=('train.precision="fp8"', "'fp32', 'bf16' or 'fp64'")
+        "train.precision=fp8", told=('train.precision="fp8"', "'fp32', 'bf16', 'fp16' or 'fp64'")
     ),
+    # --- Precision and guards
+    "loss scale below its least": override(
+        "loss_scale.min=2",
+        "loss_scale.initial=1",
+        told=("loss_scale.min=2.0", "loss_scale.initial=1.0", "at most 1.0"),
+    ),
+    "loss scale that shrinks when it grows": override(
+        "loss_scale.growth_factor=1", told=("growth_factor=1", "greater than 1")
+    ),
+    "rollback to nothing": override(
+        "guard.on_nan=rollback",
+        told=('guard.on_nan="rollback"', "checkpoint.save_interval=0", 'guard.on_nan="skip"'),
+    ),
+    "rollback of spikes to nothing": override(
+        "guard.on_spike=rollback", told=('guard.on_spike="rollback"', "save_interval=0")
+    ),
+    "window of one": override("guard.window=1", told=("guard.window=1", "greater than or equal")),
     # --- Model
     "hidden size that heads can't share": override(
         "model.hidden_size=36",

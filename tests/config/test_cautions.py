@@ -39,3 +39,10 @@ def test_a_caution_is_one_line_on_stderr_and_nothing_stops(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == f"warning: {cautions_of(tmp_path, f'{WARMUP}=9')[0]}\n"
     assert "warning" not in out
+
+
+def test_a_loss_scale_that_nothing_reads_is_told(tmp_path):
+    stated = "loss_scale.initial=1024"
+    (told,) = cautions_of(tmp_path, stated)
+    assert told.startswith("[loss_scale] isn't read under train.precision=")
+    assert cautions_of(tmp_path, stated, "train.precision=fp16") == []

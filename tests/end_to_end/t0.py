@@ -24,7 +24,7 @@ from megagrid.errors import MegagridError
 from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
 from megagrid.nn.layout import Box
-from megagrid.train import run as run_module
+from megagrid.train import attempt as attempt_module
 from megagrid.train.metrics import StepRecord, read_records
 from megagrid.train.run import Run
 from tests.ranks import Ranks
@@ -159,12 +159,12 @@ def run_and_note_samples(run: Run) -> list[list[int]]:
     """Train; the numbers of the samples that this rank computed in each step."""
     seen: list[list[int]] = []
 
-    def noting(engine, batches, *rest: Any):
+    def noting(engine, batches, *rest: Any, **more: Any):
         seen.append([sample for batch in batches for sample in batch.sample_ids.tolist()])
-        return compute_gradients(engine, batches, *rest)
+        return compute_gradients(engine, batches, *rest, **more)
 
-    compute_gradients = run_module.compute_gradients
-    with patch.object(run_module, "compute_gradients", noting):
+    compute_gradients = attempt_module.compute_gradients
+    with patch.object(attempt_module, "compute_gradients", noting):
         run.run()
     return seen
 

@@ -17,8 +17,8 @@ import pytest
 
 from megagrid.checkpoint.files import ChecksummedFile
 from megagrid.exit_codes import STOPPED
+from megagrid.train import attempt, saving
 from megagrid.train import run as run_module
-from megagrid.train import saving
 from megagrid.train.run import Run
 from megagrid.train.stopping import SIGNALS
 from tests.end_to_end.t0 import (
@@ -40,7 +40,7 @@ UNSAVED = {"checkpoint": {"save_at_end": False}}
 
 ASYNC = {"checkpoint": {"async_save": True}}
 
-MODULES = {"run": run_module, "saving": saving}
+MODULES = {"attempt": attempt, "run": run_module, "saving": saving}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SignalAt:
     call: int
     rank: int = -1
     number: signal.Signals = signal.SIGTERM
-    module: str = "run"
+    module: str = "attempt"
 
     @contextmanager
     def __call__(self, run: Run) -> Iterator[None]:
@@ -144,7 +144,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(trainer):
     [
         # Behind the first step's numbers, in which it would have told the others.
         ([SignalAt("apply_gradients", 1)], 2, {}),
-        ([SignalAt("evaluate", 1, rank=0)], 3, {}),
+        ([SignalAt("evaluate", 1, rank=0, module="run")], 3, {}),
         ([SAVING], 4, {}),
         ([SignalAt("compute_gradients", 2, n) for n in (0, 1)], 2, ASYNC),
         ([SignalAt("compute_gradients", 2), SAVING], 2, {}),

@@ -99,7 +99,7 @@ class Equivalence:
     def _reference(self, variant: Variant) -> Reference:
         """The variant on one process, and its tolerances."""
         # Those of fp32 are of the first step alone.
-        steps = variant.steps if variant.precision == "bf16" else 1
+        steps = variant.steps if variant.precision in ("bf16", "fp16") else 1
         loss, grad_norm, gradients, muon = self._tolerances(replace(variant, steps=steps))
         run = self.one_process(variant)
         u = UNIT_ROUNDOFF["fp64" if variant.precision == "fp64" else "fp32"]

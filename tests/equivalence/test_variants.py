@@ -125,6 +125,23 @@ def test_sequences_shorter_than_the_positions_change_nothing(equivalence):
     equivalence.check([Case(variant, Placement(tp=2), 4, keys) for keys in ((), (SP,))])
 
 
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        (Placement(tp=2), (SP,)),
+        (Placement(pp=2), (schedule("ZB1P"),)),
+        (Placement(dp=2), (strategy("FULL_SHARD"),)),
+        (Placement(dp=2), (strategy("NO_SHARD"),)),
+        pytest.param(Placement(tp=2, pp=2), (SP, schedule("ZB1P")), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: shape(value) if isinstance(value, Placement) else "",
+)
+def test_fp16_computes_the_same_up_to_its_roundings(equivalence, placement, keys):
+    """Gradients are of the loss times 2^16; norms, clipping and weights know nothing of it."""
+    variant = replace(LLAMA, precision="fp16", steps=2)
+    equivalence.check([Case(variant, placement, 8 // (2 * placement.dp), keys)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "keys"),

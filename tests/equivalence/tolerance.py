@@ -49,8 +49,8 @@ The rest is AdamW's. SGD's first step moves a weight by lr k c g, with k = 1 + m
 Nesterov and else 1: linear in g, so the bound is lr k d, and the roundings are relative to |w| and
 to the step itself.
 
-**bf16.** The same, with the differences of bf16 compute from float64. Losses and norms have a sigma
-of their own, over draws and steps. That tp ranks round their summands to bf16 before they are added
+**bf16, fp16.** The same, with the differences of such compute from float64. Losses and norms have
+a sigma of their own, over draws and steps. That tp ranks round their summands before they are added
 is what (1 + 2) allows for.
 """
 

@@ -171,14 +171,18 @@ def batches_of(engine: Engine, step: int, ignored: Sequence[int] = (5,)) -> list
 
 def _train_engine(engine: Engine, ignored: Sequence[int]) -> RankRun:
     losses, grad_norms = [], []
+    is_scaled = engine.config.train.precision == "fp16"
+    scale = engine.config.loss_scale.initial if is_scaled else 1.0
     initial = _held(engine, lambda shard: shard.tensor)
     for step in range(1, engine.config.train.steps + 1):
-        result = compute_gradients(engine, batches_of(engine, step, ignored), step, Stopwatch())
+        batches = batches_of(engine, step, ignored)
+        result = compute_gradients(engine, batches, step, Stopwatch(), loss_scale=scale)
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
         if step == 1:
-            gradients = _held(engine, lambda shard: shard.grad)
-        apply_gradients(engine, result.grad_norm, engine.config.optimizer.lr)
+            gradients = _held(engine, lambda shard: shard.grad / scale)
+        lr = engine.config.optimizer.lr
+        apply_gradients(engine, result.grad_norm, lr, loss_scale=scale)
         if step == 1:
             updated = _held(engine, lambda shard: shard.tensor)
     final = _held(engine, lambda shard: shard.tensor)

@@ -88,6 +88,16 @@ def test_small_norms_and_switched_off_clipping_leave_gradients_alone(norm, large
     assert (gradient == 1.0).all()
 
 
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(0.0, 2.0), (100.0, 2.0), (1.0, 0.5)], ids=["off", "below", "above"]
+)
+def test_the_loss_scale_is_divided_out_whether_or_not_something_is_clipped(largest, expected):
+    """Four times 2: a norm of 4, computed with a loss scale of 8."""
+    gradient = torch.full((2, 2), 16.0)
+    clip_gradients([shard(gradient)], 4.0, largest, loss_scale=8.0)
+    assert gradient[0, 0].item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_rank_without_gradients_clips_along():
     clip_gradients([shard(None)], 10.0, 1.0)
     clip_gradients([], 10.0, 1.0)

@@ -146,6 +146,7 @@ CASES = [
     Case(pp=2, keys={"parallel__layers_per_stage": [5, 0]}),
     Case(dp=2),
     Case(dp=2, keys=BF16 | strategy("SHARD_GRAD_OP")),
+    Case(tp=2, dp=2, keys={"train__precision": "fp16"}),
     Case(dp=3, family="gpt", keys=strategy("NO_SHARD")),
     Case(tp=2, pp=2, keys=SP | TIED),
     Case(tp=2, pp=2, keys=BF16),

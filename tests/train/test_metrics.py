@@ -181,7 +181,7 @@ def test_diverged_loss_stays_strict_json_and_is_read_back(tmp_path, loss):
 
 
 def test_keys_of_a_newer_version_are_ignored():
-    line = json.dumps(json.loads(record(1).to_json()) | {"skipped_steps": 3})
+    line = json.dumps(json.loads(record(1).to_json()) | {"moon_phase": 3})
     assert StepRecord.from_json(line) == record(1)
 
 

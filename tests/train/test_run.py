@@ -13,8 +13,9 @@ from megagrid.errors import CheckpointError, MegagridError
 from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Placement
 from megagrid.plan.hardware import find_device
-from megagrid.train import run as run_module
+from megagrid.train import attempt as attempt_module
 from megagrid.train.metrics import read_records
+from megagrid.train.recording import peak_flops
 from megagrid.train.run import Progress, Run
 from tests.end_to_end.t0 import Sections, t0
 
@@ -54,7 +55,7 @@ def test_a_run_leaves_its_config_its_records_and_its_last_checkpoint(folder):
     assert load(folder / "config.toml") == run.config
     assert load(folder / "checkpoints/step-00000003/config.toml") == run.config
     assert steps_of(folder) == [1, 2, 3]
-    assert run.progress == Progress(step=3, consumed_samples=12, consumed_tokens=384)
+    assert run.progress == Progress(step=3, consumed_samples=12, consumed_tokens=384, updates=3)
 
 
 def test_the_config_in_the_folder_trains_the_same_run_again(folder, tmp_path):
@@ -133,13 +134,13 @@ def test_a_run_without_validation_samples_has_no_validation_loss(folder):
 def test_a_step_that_fails_closes_what_the_run_has_opened(folder, monkeypatch, prefetch):
     """The records up to it are on disk, and no thread goes on reading."""
 
-    def fail(engine, batches, step, *rest):
+    def fail(engine, batches, step, *rest, **more):
         if step == 3:
             raise ZeroDivisionError
-        return compute_gradients(engine, batches, step, *rest)
+        return compute_gradients(engine, batches, step, *rest, **more)
 
-    compute_gradients = run_module.compute_gradients
-    monkeypatch.setattr(run_module, "compute_gradients", fail)
+    compute_gradients = attempt_module.compute_gradients
+    monkeypatch.setattr(attempt_module, "compute_gradients", fail)
     with pytest.raises(ZeroDivisionError):
         train(folder, {"data": {"prefetch": prefetch}})
     assert steps_of(folder) == [1, 2]
@@ -166,8 +167,8 @@ def test_the_peak_is_the_one_stated_or_else_the_devices(folder, monkeypatch):
     config = config_of(folder)
     stated = config_of(folder, {"logging": {"peak_tflops": 1.5}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert run_module._peak_flops(stated, cpu) == run_module._peak_flops(stated, gpu) == 1.5e12
-    assert run_module._peak_flops(config, cpu) is None
-    assert run_module._peak_flops(config, gpu) == find_device("NVIDIA H200").peak_flops
+    assert peak_flops(stated, cpu) == peak_flops(stated, gpu) == 1.5e12
+    assert peak_flops(config, cpu) is None
+    assert peak_flops(config, gpu) == find_device("NVIDIA H200").peak_flops
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an unknown one")
-    assert run_module._peak_flops(config, gpu) is None
+    assert peak_flops(config, gpu) is None

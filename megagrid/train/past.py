@@ -1,0 +1,119 @@
+"""Where a run comes from: the checkpoint or the weights it begins with, and the checkpoints of its
+own that it may be rolled back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megagrid import checkpoint
+from megagrid.config.schema import Config
+from megagrid.errors import CheckpointError
+from megagrid.grid.grid import Grid
+from megagrid.hf import carried
+from megagrid.hf.start import start_from
+from megagrid.train.state import RunState
+
+
+class Past:
+    """A run's past. Every rank has one, and uses it like the others.
+
+    Args:
+        checkpoints: the folder that the run's checkpoints lie in.
+        say: told of what is loaded, passed over or strange.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        state: RunState,
+        checkpoints: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings = config.checkpoint
+        self._model = config.model
+        self._world = grid.host
+        self._state = state
+        self._folder = Path(config.logging.run_dir)
+        self._checkpoints = checkpoints
+        self._say = say
+        self._mine: list[Path] = []
+
+    def begin(self) -> None:
+        """Load the checkpoint that the recipe names, if it names one and there is one; else the
+        weights that it begins with, if it names any in place of those drawn.
+
+        Raises:
+            CheckpointError: there is a run in the folder, which a fresh start would replace; or
+                what is named can't be loaded.
+        """
+        settings = self._settings
+        if settings.resume is None:
+            self._refuse_to_start_over()
+            self._begin_with_weights()
+            return
+        found = checkpoint.find_checkpoint(
+            settings.resume, self._checkpoints, self._world, by_first_rank=self._by_first_rank
+        )
+        if found is None:
+            self._say("no checkpoint yet: a fresh start")
+            self._begin_with_weights()
+            return
+        self._pass_over(found.skipped)
+        for line in self._state.load(found.path, self._world, by_first_rank=self._by_first_rank):
+            self._say(f"warning: {line}")
+        checkpoint.on_first_rank(lambda: carried.take(found.path, self._folder), self._world)
+        self._mine.append(found.path)
+        self._say(f"resumed from {found.path} at step {self._state.progress.step}")
+
+    def saved(self, step: int) -> None:
+        """Take note of a checkpoint that the run has saved."""
+        self._mine.append(self._checkpoints / checkpoint.step_name(step))
+
+    def go_back(self) -> Path | None:
+        """Load the last sound one of the checkpoints that this process has saved or begun with, all
+        but the place in the data; None if there is none.
+
+        Others that lie in the folder may be of a run that went another way.
+        """
+        there = checkpoint.on_first_rank(
+            lambda: [path for path in reversed(self._mine) if path.is_dir()], self._world
+        )
+        path, skipped = checkpoint.first_sound(
+            there, self._world, by_first_rank=self._by_first_rank
+        )
+        self._pass_over(skipped)
+        if path is not None:
+            self._state.roll_back(path, self._world, by_first_rank=self._by_first_rank)
+        return path
+
+    @property
+    def _by_first_rank(self) -> bool:
+        return self._settings.read_by == "first_rank"
+
+    def _pass_over(self, lines: tuple[str, ...]) -> None:
+        for line in lines:
+            self._say(f"passed over: {line}")
+
+    def _begin_with_weights(self) -> None:
+        if self._settings.initialize_from is None:
+            return
+        for line in start_from(
+            Path(self._settings.initialize_from),
+            self._model,
+            self._state.weights(),
+            self._folder,
+            self._world,
+            by_first_rank=self._by_first_rank,
+        ):
+            self._say(f"warning: {line}")
+        self._say(f"began with the weights of {self._settings.initialize_from}")
+
+    def _refuse_to_start_over(self) -> None:
+        saved = checkpoint.newest_first(self._checkpoints)
+        if saved:
+            raise CheckpointError(
+                f'logging.run_dir="{self._folder}" has a run at step {saved[0].step}; go on from '
+                "there with checkpoint.resume=latest, or name another folder"
+            )
