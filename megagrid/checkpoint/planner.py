@@ -38,11 +38,15 @@ NAMES_LISTED = 64
 class BoxSavePlanner(DefaultSavePlanner):
     """Each rank writes its boxes as they are. The coordinator proves that they fill every tensor:
     within bounds, without overlap (both by DefaultSavePlanner), and nothing forgotten.
+
+    Args:
+        is_finite: a NaN or Inf is no value to be written.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], *, is_finite: bool = False) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.entries = entries
+        self._is_finite = is_finite
         self._written = {
             (entry.name, torch.Size(entry.box.offsets)): entry
             for entry in entries
@@ -52,9 +56,9 @@ class BoxSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """
         Raises:
-            CheckpointError: a value to be written is NaN or Inf: nobody could train on from it.
+            CheckpointError: there is one.
         """
-        for entry in self._written.values():
+        for entry in self._written.values() if self._is_finite else ():
             if not _is_finite(entry.tensor):
                 raise CheckpointError(
                     f"{entry.name} has a NaN or Inf, and nothing is saved; go on from the last "

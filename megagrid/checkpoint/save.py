@@ -46,6 +46,7 @@ def save(
     extra_files: Sequence[Path] = (),
     keep_last: int = 0,
     keep_every: int = 0,
+    is_finite: bool = False,
 ) -> Path:
     """Save `checkpoints`/step-00000100. All ranks of `world` call it together.
 
@@ -59,12 +60,14 @@ def save(
         extra_files: carried along, as a tokenizer's model.
         keep_last: newest checkpoints that stay; 0: all.
         keep_every: multiples of so many steps stay as well, however old.
+        is_finite: a NaN or Inf fails the save: nobody could train on from it.
 
     Returns:
         the checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. What was saved before stays.
+        CheckpointError: on every rank, if any rank could not write, or has what it mustn't. What
+            was saved before stays.
     """
     step = trainer_state["step"]
     final = checkpoints / step_name(step)
@@ -95,7 +98,7 @@ def save(
             dcp.save(
                 {},
                 storage_writer=SafetensorsWriter(partial, prepare, commit),
-                planner=BoxSavePlanner(entries),
+                planner=BoxSavePlanner(entries, is_finite=is_finite),
                 process_group=world.group,
                 no_dist=world.size == 1,
             )

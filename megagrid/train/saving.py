@@ -192,6 +192,7 @@ class Saver:
             extra_files=self._extra_files,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
+            is_finite=True,
         )
         size = 0
         if self._world.rank == 0:

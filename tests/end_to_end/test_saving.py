@@ -311,14 +311,14 @@ def test_a_disk_that_is_really_full(trainer, small_disk, mode):
 
 def fail_at_step_3(run: Run) -> None:
     """While the save of step 2 is under way."""
-    step = run._step
+    make = run.maker.make
 
-    def fail(*args):
+    def fail(*args, **keys):
         if run.progress.step == 2:
             raise CheckpointError("something else")
-        return step(*args)
+        return make(*args, **keys)
 
-    with patch.object(run, "_step", fail), slow_disk():
+    with patch.object(run.maker, "make", fail), slow_disk():
         run.run()
 
 
