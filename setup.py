@@ -31,6 +31,12 @@ DEPENDENCIES = [
     "pillow>=10.1,<14",
 ]
 
+FLOAT8_DEPENDENCIES = [
+    # Casts and scaled products of `train.float8`. Exact, because the functions that multiply
+    # tensors, without its own modules around them, are not a documented interface.
+    "torchao==0.18.0",
+]
+
 TEST_DEPENDENCIES = [
     # 8.1: imports test files by their place in the tree, so rank processes can import them too.
     "pytest>=8.1,<10",
@@ -56,6 +62,6 @@ setup(
     packages=find_namespace_packages(include=["megagrid", "megagrid.*"]),
     python_requires=">=3.11",
     install_requires=DEPENDENCIES,
-    extras_require={"test": TEST_DEPENDENCIES},
+    extras_require={"test": TEST_DEPENDENCIES, "float8": FLOAT8_DEPENDENCIES},
     entry_points={"console_scripts": ["megagrid=megagrid.cli:main"]},
 )

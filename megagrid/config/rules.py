@@ -483,6 +483,49 @@ def recompute_interval_is_of_whole_layers(config: Config) -> None:
         )
 
 
+def float8_is_for_bf16(config: Config) -> None:
+    """What isn't multiplied in float8 is in bf16; and the products make their gradients at once."""
+    mode, precision = config.train.float8, config.train.precision
+    if mode == "off":
+        return
+    if precision != "bf16":
+        raise ConfigError(
+            f'train.float8="{mode}" goes with train.precision="bf16", not "{precision}"; choose '
+            'that, or train.float8="off"'
+        )
+    schedule = config.parallel.pipeline_schedule
+    if schedule in ("ZB1P", "ZBV"):
+        raise ConfigError(
+            f'train.float8="{mode}" computes weight gradients at once, which '
+            f'parallel.pipeline_schedule="{schedule}" would put off; choose "1F1B" or '
+            '"Interleaved1F1B"'
+        )
+
+
+def float8_multiplies_sixteens(config: Config) -> None:
+    """Devices multiply float8 matrices whose sides are multiples of 16."""
+    if config.train.float8 != "on":
+        return
+    model, train, tp = config.model, config.train, config.parallel.tensor_parallel_size
+    sides = {
+        f"model.hidden_size={model.hidden_size}": model.hidden_size,
+        f"model.ffn_hidden_size={model.ffn_hidden_size} by tp {tp}": model.ffn_hidden_size // tp,
+        f"model.num_heads={model.num_heads} x model.head_dim={model.head_dim} by tp {tp}": (
+            model.num_heads * model.head_dim // tp
+        ),
+        f"train.micro_batch_size={train.micro_batch_size} x train.seq_length={train.seq_length}": (
+            train.micro_batch_size * train.seq_length
+        ),
+    }
+    for name, side in sides.items():
+        if side % 16:
+            raise ConfigError(
+                'train.float8="on" multiplies matrices whose sides are multiples of 16, and '
+                f"{name} makes {side}; choose {_choice(_multiples_near(side, 16))}, or "
+                'train.float8="off"'
+            )
+
+
 def loss_scale_begins_above_its_least(config: Config) -> None:
     """It falls from where it begins."""
     scale = config.loss_scale
@@ -616,6 +659,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     optimizer_reads_its_keys,
     device_computes_the_precision,
     recompute_interval_is_of_whole_layers,
+    float8_is_for_bf16,
+    float8_multiplies_sixteens,
     loss_scale_begins_above_its_least,
     rollback_has_checkpoints,
     weights_blend_the_paths,

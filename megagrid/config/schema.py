@@ -182,6 +182,9 @@ class TrainConfig(Section):
     precision: Precision = "fp32"
     """bf16, fp16: compute in it with fp32 master weights, fp32 gradient reduction and optimizer.
     fp16's gradients are computed of a scaled loss, see `LossScaleConfig`."""
+    float8: Literal["off", "on", "emulated"] = "off"
+    """Matrix products of layers, under precision="bf16", in float8 by torchao: needs Ada, Hopper or
+    later. "emulated" rounds alike on any device, to try it. See `megagrid.nn.float8`."""
     deterministic: bool = False
     """Two runs are bit by bit the same on accelerators too, which costs some speed. On a CPU they
     always are."""

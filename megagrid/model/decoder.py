@@ -31,8 +31,14 @@ from megagrid.nn.embedding import (
     padded_vocab_size,
     vocab_layout,
 )
+from megagrid.nn.float8 import Multiply
 from megagrid.nn.init import Init
-from megagrid.nn.linear import SplitBackward, empty_parameter
+from megagrid.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SplitBackward,
+    empty_parameter,
+)
 from megagrid.nn.loss import vocab_parallel_cross_entropy
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
@@ -283,6 +289,12 @@ class DecoderStage(nn.Module):
         for number, layer in self.layers.items():
             if int(number) % interval == 0:
                 set_regions(layer, kind)
+
+    def multiply_by(self, multiply: Multiply) -> None:
+        """From now on the layers' matrices are multiplied by `multiply`; the head's isn't."""
+        for layer in self.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                layer.multiply = multiply
 
     def put_off_weight_gradients(self) -> LateWeightGradients:
         """From now on backward leaves the gradients of matrices to what this returns.

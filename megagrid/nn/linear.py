@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megagrid.comm import regions
 from megagrid.grid.grid import Axis
+from megagrid.nn.float8 import Multiply
 from megagrid.nn.init import ZEROS, Init
 from megagrid.nn.layout import Box, Layout, Piece
 from megagrid.nn.split_backward import LateWeightGradients, linear
@@ -85,9 +86,11 @@ class SplitBackward(nn.Module):
 
     Attributes:
         late: where to; None: backward computes it at once.
+        multiply: what makes products, see `linear`.
     """
 
     late: LateWeightGradients | None = None
+    multiply: Multiply | None = None
 
 
 class ColumnParallelLinear(SplitBackward):
@@ -120,7 +123,7 @@ class ColumnParallelLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         x = regions.enter(x, self.axis, sequence_parallel=self.sequence_parallel)
-        return linear(x, self.weight, self.bias, self.late)
+        return linear(x, self.weight, self.bias, self.late, self.multiply)
 
 
 class RowParallelLinear(SplitBackward):
@@ -165,7 +168,7 @@ class RowParallelLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return linear(x, self.weight, self.bias, self.late)
-        y = linear(x, self.weight, None, self.late)
+            return linear(x, self.weight, self.bias, self.late, self.multiply)
+        y = linear(x, self.weight, None, self.late, self.multiply)
         y = regions.leave(y, self.axis, sequence_parallel=self.sequence_parallel)
         return y if self.bias is None else y + self.bias

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megagrid.nn.float8 import Multiply
+
 
 @dataclass(frozen=True)
 class _Late:
@@ -88,7 +90,11 @@ class _Product:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, late: LateWeightGradients | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    late: LateWeightGradients | None,
+    multiply: Multiply | None = None,
 ) -> Tensor:
     """x W^T + b: (…, in) -> (…, out).
 
@@ -97,7 +103,11 @@ def linear(
 
     Args:
         late: where the weight's gradient is put off to; None: backward computes it at once.
+        multiply: what makes x W^T, and its gradients at once; None: torch.
     """
+    if multiply is not None:
+        y = multiply(x, weight)
+        return y if bias is None else y + bias
     if late is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     product = _Product(late)

@@ -22,6 +22,7 @@ from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
+from megagrid.nn.float8 import float8_multiply
 from megagrid.nn.init import initialise
 from megagrid.nn.layout import ParameterShard, parameter_shards
 from megagrid.optim.optimizer import Optimizer, Peers, make_optimizer
@@ -155,6 +156,8 @@ def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) 
     module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)
     shards = updated = parameter_shards(module, spread.of_weights)
     initialise(shards, config.train.seed)
+    if config.train.float8 != "off":
+        module.multiply_by(float8_multiply(config.train.float8, grid.device))
     late = module.put_off_weight_gradients() if is_split else None
     gathered: list[list[ParameterShard]] = []
     if spread.splits_states_alone:

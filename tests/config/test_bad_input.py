@@ -178,6 +178,22 @@ MISTAKES = {
     "loss scale that shrinks when it grows": override(
         "loss_scale.growth_factor=1", told=("growth_factor=1", "greater than 1")
     ),
+    "float8 without bf16": override(
+        "train.float8=on",
+        told=('train.float8="on"', 'train.precision="bf16"', 'not "fp32"', 'train.float8="off"'),
+    ),
+    "float8 under a schedule that puts its gradients off": override(
+        "train.float8=emulated",
+        "train.precision=bf16",
+        "parallel.pipeline_schedule=ZB1P",
+        told=('train.float8="emulated"', 'parallel.pipeline_schedule="ZB1P"', '"1F1B"'),
+    ),
+    "float8 of odd sides": override(
+        "train.float8=on",
+        "train.precision=bf16",
+        "model.ffn_hidden_size=72",
+        told=("multiples of 16", "model.ffn_hidden_size=72", "choose 64 or 80"),
+    ),
     "rollback to nothing": override(
         "guard.on_nan=rollback",
         told=('guard.on_nan="rollback"', "checkpoint.save_interval=0", 'guard.on_nan="skip"'),

@@ -3,6 +3,7 @@ padding, precision. Pipeline schedules have a file of their own."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from itertools import groupby
 
@@ -158,3 +159,22 @@ def test_bf16_computes_the_same_up_to_its_roundings(equivalence, placement, keys
     """Weights and reductions are fp32: they begin bit-equal and stay within fp32's step."""
     variants = [replace(v, precision="bf16") for v in (LLAMA, GPT.having(TIED))]
     equivalence.check([Case(v, placement, 8 // (2 * placement.dp), keys) for v in variants])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason='needs pip install "megagrid[float8]"'
+)
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        (Placement(pp=2), ()),
+        (Placement(dp=2), (strategy("FULL_SHARD"),)),
+        (Placement(tp=2), (SP,)),
+        (Placement(tp=2, pp=2), (SP,)),
+    ],
+    ids=lambda value: shape(value) if isinstance(value, Placement) else "",
+)
+def test_float8_computes_the_same_up_to_its_roundings(equivalence, placement, keys):
+    """Scales are of what a rank multiplies at once, so that those of grids differ."""
+    variant = replace(LLAMA, precision="bf16", steps=2).having(("train.float8", "emulated"))
+    equivalence.check([Case(variant, placement, 8 // (2 * placement.dp), keys)])
