@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from megagrid.data_parallel.sharding import GradientSync
 from megagrid.grid.placement import Placement
 from megagrid.nn.init import initialise
 from megagrid.nn.layout import Piece
@@ -65,6 +66,12 @@ def tied_ends_summed_twice(engine: Engine) -> Iterator[None]:
 @contextmanager
 def copies_counted(engine: Engine) -> Iterator[None]:
     with patch.object(Piece, "is_counted_here", PropertyMock(return_value=True)):
+        yield
+
+
+@contextmanager
+def new_weights_not_gathered(engine: Engine) -> Iterator[None]:
+    with patch.object(GradientSync, "after_update", lambda sync: None):
         yield
 
 
@@ -142,6 +149,7 @@ class Plant:
     told: str
 
 
+HYBRID = (strategy("HYBRID_SHARD"), ("parallel.shard_size", 2))
 MQA = LLAMA.having(("model.num_kv_heads", 1))
 HEAD_NORMS = LLAMA.having(("model.qk_norm", True), ("model.head_dim", 8))
 
@@ -168,6 +176,13 @@ PLANTS = [
         gradients_averaged,
         Case(LLAMA, Placement(dp=2), 4, (strategy("NO_SHARD"),)),
         "grad norm off by 0.[57]",
+    ),
+    Plant(gradients_averaged, Case(LLAMA, Placement(dp=4), 2, HYBRID), "grad norm off by 0.[78]"),
+    Plant(copies_counted, Case(LLAMA, Placement(dp=4), 2, HYBRID), "not counted just once"),
+    Plant(
+        new_weights_not_gathered,
+        Case(LLAMA, Placement(dp=2), 4, (strategy("ZERO1"),)),
+        "updated: .* differ between",
     ),
     Plant(last_microbatch_alone, Case(LLAMA, micro_batch=2), "gradient off by"),
     Plant(last_microbatch_alone, Case(LLAMA, Placement(pp=2), 2), "gradient off by"),
