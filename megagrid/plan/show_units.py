@@ -13,6 +13,7 @@ from megagrid.pipeline.program import training_schedule
 from megagrid.plan.comm import COMPUTE_BYTES
 from megagrid.plan.parameters import MASTER_BYTES, ModelShare
 from megagrid.plan.units import stage_units
+from megagrid.terminal import size_text
 
 NUMBERS = (0, 1, 3, 4, 5)
 """Columns that are aligned at the right."""
@@ -90,8 +91,8 @@ def print_units(config: Config, placement: Placement) -> None:
             str(row.stage),
             f"{row.name}, whole" if row.is_whole else row.name,
             f"{row.parameters:,}",
-            readable_bytes(row.stored),
-            readable_bytes(row.gathered),
+            size_text(row.stored, is_binary=True),
+            size_text(row.gathered, is_binary=True),
             _ranks(row.split),
             _ranks(row.replicas),
         )
@@ -104,14 +105,6 @@ def print_units(config: Config, placement: Placement) -> None:
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join(cells).rstrip())
-
-
-def readable_bytes(size: int) -> str:
-    """Three digits or so, and a unit."""
-    number, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1000 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    return f"{number:.3g} {units[0]}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
-"""Measure a training step of several grids, turn by turn.
+"""Measure a training step of several grids, or with several keys, turn by turn.
 
     megagrid bench step RECIPE --grids tp1 tp2 pp2 dp2 tp2pp2 --steps 12 --warmup 4 --rounds 2
+    megagrid bench step RECIPE --grids dp2 --with parallel.sharding_strategy=FULL_SHARD \
+                                           --with parallel.sharding_strategy=ZERO1
 
 Each grid trains the recipe for some steps, then the next one does, and the round begins anew:
 machines drift, and what is compared must drift alike. The steps after the warm-up count.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -46,11 +49,18 @@ class Measurement:
         grid: its name, as tp2pp2.
         world_size: its ranks.
         rounds: the counted steps of each round.
+        keys: overrides that it has to itself.
     """
 
     grid: str
     world_size: int
     rounds: list[list[StepRecord]] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The grid, and what else it has to itself: "dp2 sharding_strategy=ZERO1"."""
+        return " ".join([self.grid, *(key.partition(".")[2] for key in self.keys)])
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +105,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GRID",
         help="such as tp1 tp2 tp2pp2 (axes left out are 1); without it, the recipe's",
     )
+    step.add_argument(
+        "--with",
+        dest="variants",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="measure each grid with this in the recipe; several: each in its turn, the first one "
+        'is what the others are compared with. "A=1 B=2" sets two keys',
+    )
     step.add_argument("--steps", type=int, default=12, help="steps of a run, warm-up included")
     step.add_argument("--warmup", type=int, default=4, help="first steps, which aren't counted")
     step.add_argument("--rounds", type=int, default=2, help="runs of each grid")
@@ -115,13 +134,14 @@ def run(arguments: argparse.Namespace) -> int:
         # The grid says these from here on, and a key is given once.
         sizes = tuple(f"{key}=" for key in _KEYS.values())
         arguments.overrides = [text for text in arguments.overrides if not text.startswith(sizes)]
-    measurements = [_prepare(grid, arguments) for grid in grids]
+    variants = [tuple(shlex.split(text)) for text in arguments.variants] or [()]
+    measurements = [_prepare(grid, keys, arguments) for grid in grids for keys in variants]
     turns = [m for _ in range(arguments.rounds) for m in measurements]
     console = Console(stderr=True)
     for measurement in track(
         turns, "measuring", console=console, transient=True, disable=not console.is_terminal
     ):
-        measurement.rounds.append(_measure(measurement.grid, arguments))
+        measurement.rounds.append(_measure(measurement, arguments))
     _print(measurements)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -137,24 +157,27 @@ def _take_grids(arguments: argparse.Namespace) -> list[str]:
     return [text for text in stated if "=" not in text]
 
 
-def _prepare(grid: str, arguments: argparse.Namespace) -> Measurement:
+def _prepare(grid: str, keys: tuple[str, ...], arguments: argparse.Namespace) -> Measurement:
     """Check that the recipe can run on `grid`, before anything is measured."""
-    config = load(arguments.recipe, _overrides(grid, arguments, run_dir="unused"))
+    config = load(arguments.recipe, [*keys, *_overrides(grid, arguments, run_dir="unused")])
     world_size = placement(config).world_size
     check(config, world_size)
-    return Measurement(grid, world_size)
+    return Measurement(grid, world_size, keys=keys)
 
 
-def _measure(grid: str, arguments: argparse.Namespace) -> list[StepRecord]:
-    """The counted steps of one run on `grid`."""
+def _measure(measurement: Measurement, arguments: argparse.Namespace) -> list[StepRecord]:
+    """The counted steps of one run."""
+    grid, keys = measurement.grid, measurement.keys
     with tempfile.TemporaryDirectory(prefix="megagrid-bench-") as folder:
         command = [sys.executable, "-m", "megagrid", "train", arguments.recipe]
         result = subprocess.run(
-            [*command, *_overrides(grid, arguments, folder)], capture_output=True, text=True
+            [*command, *keys, *_overrides(grid, arguments, folder)],
+            capture_output=True,
+            text=True,
         )
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
-            raise MegagridError(f"{grid}: {lines[-1].removeprefix('error: ')}")
+            raise MegagridError(f"{measurement.name}: {lines[-1].removeprefix('error: ')}")
         return read_records(Path(folder) / "metrics.jsonl")[arguments.warmup :]
 
 
@@ -195,6 +218,7 @@ def _name(placed: Placement) -> str:
 def _figures(measurement: Measurement) -> dict[str, object]:
     return {
         "grid": measurement.grid,
+        "keys": list(measurement.keys),
         "world_size": measurement.world_size,
         "tokens_per_s": measurement.tokens_per_s,
         "step_time_s": measurement.step_time_s,
@@ -206,16 +230,24 @@ def _figures(measurement: Measurement) -> dict[str, object]:
 def _print(measurements: Sequence[Measurement]) -> None:
     base = measurements[0]
     table = Table(box=None, pad_edge=False)
-    titles = ("grid", "ranks", "tokens/s", f"x {base.grid}", "step s, fastest", "median", "slowest")
+    titles = (
+        "grid",
+        "ranks",
+        "tokens/s",
+        f"x {'first' if base.keys else base.grid}",
+        "step s, fastest",
+        "median",
+        "slowest",
+    )
     for title in (*titles, "memory of a rank"):
         table.add_column(title, justify="left" if title == "grid" else "right")
     for measurement in measurements:
         table.add_row(
-            measurement.grid,
+            measurement.name,
             str(measurement.world_size),
             f"{measurement.tokens_per_s:,.0f}",
             f"{measurement.ratio(base):.2f}",
             *(f"{seconds:.3f}" for seconds in measurement.step_time_s),
             f"{measurement.peak_memory_bytes / 2**30:.2f} GiB",
         )
-    Console(width=110).print(table)
+    Console(width=104 + max(len(one.name) for one in measurements)).print(table)

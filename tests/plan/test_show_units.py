@@ -117,5 +117,5 @@ def test_units_are_shown_without_starting_ranks(tmp_path, capsys):
         ["1", "1", "rest,"],
     ]
     # 61 rows of 32 over two ranks are 31 each; 4 bytes a number.
-    assert shown[2].split()[3:] == ["1,952", "3.88", "KiB", "7.75", "KiB", "0,1", "0,2"]
+    assert shown[2].split()[3:] == ["1,952", "3.875", "KiB", "7.75", "KiB", "0,1", "0,2"]
     assert shown[7].split()[3:] == ["whole", "32", "128", "B", "128", "B", "-", "4,5,6,7"]

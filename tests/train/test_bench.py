@@ -79,6 +79,19 @@ def test_grids_take_turns(path, runs):
     assert list(map(grid_of, runs)) == ["1x1x1", "2x2x1", "1x1x2"] * 2
 
 
+def test_variants_of_a_recipe_take_turns_and_keep_their_keys(path, runs, capsys):
+    strategies = "parallel.sharding_strategy=ZERO1", "parallel.sharding_strategy=NO_SHARD"
+    two = f"{strategies[1]} train.micro_batch_size=2"
+    variants = ("--with", strategies[0], "--with", two)
+    assert bench(path, "--grids", "dp2", *variants, "--rounds", "2") == 0
+    assert [run[0] for run in runs] == [*strategies, *strategies]
+    assert ["train.micro_batch_size=2" in run for run in runs] == [False, True] * 2
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.split()[:4] == ["grid", "ranks", "tokens/s", "x"]
+    names = "dp2 sharding_strategy=ZERO1", "dp2 sharding_strategy=NO_SHARD micro_batch_size=2"
+    assert [row.partition("  ")[0] for row in rows] == list(names)
+
+
 def test_without_grids_the_recipes_is_measured(path, runs, capsys):
     assert bench(path, "parallel.tensor_parallel_size=2", "--rounds", "1") == 0
     assert list(map(grid_of, runs)) == ["2x1x1"]
@@ -142,6 +155,7 @@ def test_memory_is_of_the_fullest_rank():
         (["--grids", "tp1", "tp3"], "parallel.tensor_parallel_size=3 must divide"),
         (["train.steps=9"], "command line: train.steps is given twice, as 9 and 4"),
         (["parallel.data_parallel_size=2", "--grids", "tp1"], "command line: parallel.data_paral"),
+        (["--with", "train.lr=1"], "command line: unknown key train.lr"),
         (["--grids", "dp3"], "train.global_batch_size=8 must be a multiple of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
