@@ -27,8 +27,8 @@ LAYERS = (
     ("model",),
     ("pipeline", "data_parallel", "optim", "checkpoint"),
     ("hf",),
-    ("plan.dryrun",),
     ("train",),
+    ("dryrun",),
     ("cli", "__main__"),
 )
 
@@ -42,13 +42,13 @@ TORCH_FREE += (
     "grid.bootstrap",
 )
 TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
-TORCH_FREE += ("train.report_command",)
+TORCH_FREE += ("train.report_command", "dryrun.command")
 TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")
 TORCH_FREE += tuple(
     f"checkpoint.{name}" for name in ("command", "diff", "files", "folders", "manifest", "reader")
 )
 """Import no torch, themselves or through others: planning is instant, and a mistake in a recipe is
-told at once. plan.dryrun is the exception."""
+told at once."""
 
 NARROW = {
     "data": ("errors", "terminal", "config", "data"),
@@ -142,12 +142,7 @@ def test_no_two_packages_import_each_other():
 
 
 def test_planning_data_and_starting_a_run_need_no_torch():
-    pure = [
-        name
-        for name in modules()
-        if any(starts_with(name, prefix) for prefix in TORCH_FREE)
-        if not starts_with(name, "plan.dryrun")
-    ]
+    pure = [name for name in modules() if any(starts_with(name, prefix) for prefix in TORCH_FREE)]
     program = """
 import importlib, sys
 sys.modules["torch"] = None  # importing it raises ImportError

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,14 +113,22 @@ class Ledger(TorchDispatchMode):
             on, else to the first whose ranks are the same (fully_shard makes groups of its own),
             else to the group's ranks in words.
 
+        on_call: told of each call that counts, once it has been issued, and of the tensors whose
+            bytes are counted.
+
     Attributes:
         calls: how often each kind of call was made, on groups of more than one rank.
 
     Only the thread that entered it is watched, and the backward that it starts.
     """
 
-    def __init__(self, axes: Iterable[Axis]) -> None:
+    def __init__(
+        self,
+        axes: Iterable[Axis],
+        on_call: Callable[[Call, Sequence[torch.Tensor]], None] = lambda call, tensors: None,
+    ) -> None:
         super().__init__()
+        self._on_call = on_call
         self.calls: Counter[Call] = Counter()
         self._axes = [axis for axis in axes if axis.group is not None]
 
@@ -161,8 +169,10 @@ class Ledger(TorchDispatchMode):
         elif isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         if group.size() > 1:
-            size = sum(map(_num_bytes, _tensors(values.get(op.counted))))
-            self.calls[Call(self._axis_name(group), op.collective, size)] += 1
+            tensors = list(_tensors(values.get(op.counted)))
+            call = Call(self._axis_name(group), op.collective, sum(map(_num_bytes, tensors)))
+            self.calls[call] += 1
+            self._on_call(call, tensors)
 
     def _axis_name(self, group: dist.ProcessGroup) -> str:
         for axis in self._axes:

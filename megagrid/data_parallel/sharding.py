@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -381,3 +381,28 @@ def by_unit(
         number = next((unit_of[path] for path in around if path in unit_of), None)
         found.setdefault(number, []).append(shard)
     return list(found.values())
+
+
+def shards_are_final(stage: DecoderStage) -> None:
+    """Tell fully_shard that nobody has exchanged `stage`'s shards since they were made.
+
+    It looks for that before the first forward, by addresses, of which fake tensors have none; then
+    it would put shards that aren't full into new memory, away from the optimizer's.
+    """
+    for group in parameter_groups(stage):
+        for parameter in group.fsdp_params:
+            parameter._init_extensions()
+        group._reset_sharded_params = True
+
+
+def held_by_fully_shard(stage: DecoderStage) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """What fully_shard holds of whole parameters, unit by unit: the parameters, as far as they are
+    gathered now (else their storages are empty), and the gradients that wait for a reduction."""
+    for group in parameter_groups(stage):
+        gathered, gradients = [], []
+        for parameter in group.fsdp_params:
+            gathered += parameter.all_gather_outputs
+            whole = getattr(parameter, "_unsharded_param", None)  # from the first gather on
+            gradients += [parameter.unsharded_accumulated_grad]
+            gradients += [whole.grad] if whole is not None else []
+        yield gathered, [grad for grad in gradients if grad is not None]

@@ -107,6 +107,7 @@ def build_grid(
     reshard_size: int | None = None,
     has_groups: bool = True,
     timeout: timedelta | None = None,
+    host_backend: str = "gloo",
 ) -> Grid:
     """Make every process group of the run, in one fixed order, and this rank's view of them.
 
@@ -121,6 +122,7 @@ def build_grid(
             nothing communicates along it.
         timeout: of a collective of these groups, which don't take over the default group's; None:
             torch's own, half an hour on gloo.
+        host_backend: of the group for what lies in the hosts' memory.
     """
 
     def axis(name: str, groups: Iterable[tuple[int, ...]], backend: str | None = None) -> Axis:
@@ -165,7 +167,7 @@ def build_grid(
         ),
         embedding=axis("embedding", _ends(placement.groups("pp"), *ends)),
         kv=axis("kv", _runs(placement.groups("tp"), kv_copies)),
-        host=axis("host", [everyone], backend="gloo"),
+        host=axis("host", [everyone], backend=host_backend),
     )
 
 

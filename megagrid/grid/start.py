@@ -72,6 +72,7 @@ def grid_of(
     device: torch.device | str,
     *,
     has_groups: bool = True,
+    host_backend: str = "gloo",
 ) -> Grid:
     """The grid that the recipe asks for, as `rank` sees it; see `build_grid`."""
     stages = training_schedule(config, placement).placement
@@ -86,6 +87,7 @@ def grid_of(
         shard_size=sharding.split if config.parallel.shard_size is not None else None,
         reshard_size=None if isinstance(after, bool) else after,
         has_groups=has_groups,
+        host_backend=host_backend,
         timeout=_timeout(config),
     )
 

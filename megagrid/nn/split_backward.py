@@ -10,6 +10,7 @@ cost little.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class LateWeightGradients:
         taken = LateWeightGradients()
         taken._late, self._late = self._late, []
         return taken
+
+    def kept(self) -> Iterator[Tensor]:
+        """What the gradients will be made from."""
+        for late in self._late:
+            yield from (late.x, late.grad)
 
     @torch.no_grad()
     def compute(self) -> None:

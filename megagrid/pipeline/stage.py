@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +65,14 @@ class Stage:
     def in_flight(self) -> int:
         """Microbatches of which something is kept for a backward, or half of one, to come."""
         return len(self._outputs.keys() | self._late.keys())
+
+    def kept(self) -> Iterator[Tensor]:
+        """What is kept for a backward, or half of one, to come, as far as autograd doesn't keep it:
+        the inputs, and what late gradients will be made from."""
+        yield from self._inputs.values()
+        for late in (self.late, *self._late.values()):
+            if late is not None:
+                yield from late.kept()
 
     def forward(self, number: int, microbatch: Microbatch, x: Tensor | None) -> Tensor:
         """Compute microbatch `number`.

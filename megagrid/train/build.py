@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +54,13 @@ class Engine:
     evaluation: Program
 
 
-def build_engine(config: Config, grid: Grid) -> Engine:
+def build_engine(config: Config, grid: Grid, fakes: AbstractContextManager | None = None) -> Engine:
     """Build this rank's stages with their initial weights, and verify the programs they will run.
 
     Collective over all ranks.
+
+    Args:
+        fakes: a mode in which new tensors have no memory; weights are left unfilled then.
     """
     training = training_program(config, grid.placement)
     is_split = any(
@@ -64,18 +68,20 @@ def build_engine(config: Config, grid: Grid) -> Engine:
     )
     modules = _modules(config, grid, training)
     stages = {
-        number: _build(config, grid, module, is_split=is_split)
+        number: _build(config, grid, module, fakes, is_split=is_split)
         for number, module in modules.items()
     }
+    with fakes or nullcontext():
+        optimizer = make_optimizer(
+            [shard for stage in stages.values() for shard in stage.updated],
+            config.optimizer,
+            _peers(grid),
+        )
     return Engine(
         config=config,
         grid=grid,
         shards=[shard for stage in stages.values() for shard in stage.shards],
-        optimizer=make_optimizer(
-            [shard for stage in stages.values() for shard in stage.updated],
-            config.optimizer,
-            _peers(grid),
-        ),
+        optimizer=optimizer,
         executor=Executor(stages, grid, COMPUTE_DTYPES[config.train.precision]),
         training=training,
         evaluation=evaluation_program(training),
@@ -143,7 +149,14 @@ def _embedding_axis(grid: Grid, placement: Sequence[int], stage: int) -> Axis:
     return Axis("embedding", (grid.rank, grid.rank), rank=0 if stage == 0 else 1)
 
 
-def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) -> Stage:
+def _build(
+    config: Config,
+    grid: Grid,
+    module: DecoderStage,
+    fakes: AbstractContextManager | None,
+    *,
+    is_split: bool,
+) -> Stage:
     """A stage of `module`, whose parameters are on no device: they are sharded, and only then given
     memory. No rank ever holds more of them than its own.
 
@@ -153,9 +166,11 @@ def _build(config: Config, grid: Grid, module: DecoderStage, *, is_split: bool) 
     spread = Spread.of(config, grid)
     module.recompute(config.memory.recompute, config.memory.recompute_interval)
     shard_stage(module, config, spread, grid.device)
-    module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)
+    with fakes or nullcontext():
+        module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)
     shards = updated = parameter_shards(module, spread.of_weights)
-    initialise(shards, config.train.seed)
+    if fakes is None:
+        initialise(shards, config.train.seed)
     if config.train.float8 != "off":
         module.multiply_by(float8_multiply(config.train.float8, grid.device))
     late = module.put_off_weight_gradients() if is_split else None

@@ -178,7 +178,7 @@ def _to_device(
     drops = training and (model.dropout or model.attention_dropout)
 
     def place(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(engine.grid.device)
+        return torch.tensor(array, device=engine.grid.device)
 
     return [
         Microbatch(

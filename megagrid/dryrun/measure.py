@@ -1,0 +1,153 @@
+"""What a step takes of a rank's memory and of its links, of an engine with real tensors or fake.
+
+kind                  what
+--------------------  ------------------------------------------------------------------------
+weights               this rank's shards of the parameters
+optimizer             their moments
+gathered parameters   whole ones, in the compute dtype
+gradients             of shards, and of whole parameters until they are reduced
+inputs                token ids and labels
+activations           what an action keeps for a later one: for its backward, or the late half
+communication         messages between stages; what fully_shard gathers into and reduces from
+temporary             the rest: what lives within one action or update
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megagrid.comm.ledger import Call, Ledger
+from megagrid.data import Batch
+from megagrid.data_parallel.sharding import held_by_fully_shard
+from megagrid.dryrun.storages import Peak, Tracker
+from megagrid.pipeline.schedules import Action, Kind
+from megagrid.train.build import Engine
+from megagrid.train.metrics import Stopwatch
+from megagrid.train.step import apply_gradients, compute_gradients
+
+BUFFERED = ("dp", "dp_cp", "pp")
+"""Axes whose collectives have buffers of their own; those of the others work on activations."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a step of one rank takes.
+
+    Attributes:
+        resting: bytes by kind between two steps.
+        peak: the most that is live at once within a step; `where` is the action or part of it.
+        calls: what the step communicates, as a ledger counts it.
+    """
+
+    resting: dict[str, int]
+    peak: Peak
+    calls: Counter[Call]
+
+
+def measure(engine: Engine, batches: Sequence[Batch]) -> Measurement:
+    """Make two steps and measure the second: the first one makes what stays.
+
+    Collective over all ranks.
+
+    Args:
+        batches: this dp rank's microbatches, of both steps.
+    """
+    kinds = _Kinds(engine)
+    ledger = Ledger(engine.grid.axes.values(), kinds.see_call)
+    gc.collect()  # cycles of what was built, which would end no one knows when
+    with kinds.tracker, ledger:
+        kinds.label_resting()
+        for step in (1, 2):
+            resting = kinds.begin_step()
+            ledger.calls.clear()
+            result = compute_gradients(engine, batches, step, kinds.watch, around=kinds.around)
+            with kinds.watch.part("optimizer"):
+                apply_gradients(engine, result.grad_norm, engine.config.optimizer.lr)
+    return Measurement(resting, kinds.tracker.peak, ledger.calls)
+
+
+class _Kinds:
+    """Tells a tracker what the storages of an engine's step hold.
+
+    Some are known by who refers to them: weights, gradients, what fully_shard has gathered. Others
+    show by how long they live: what a forward has made and leaves behind is there for its backward.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._action: Action | None = None
+        self.tracker = Tracker(engine.grid.device.type, self._see_peak)
+        self.watch = _Parts(self.tracker)
+
+    def label_resting(self) -> None:
+        """What is there before the first step."""
+        self.tracker.label("weights", (shard.tensor for shard in self._engine.shards))
+        optimizer = self._engine.optimizer
+        for name in optimizer.state_names:
+            states = (state for state in optimizer.states(name) if state is not None)
+            self.tracker.label("optimizer states", states)
+
+    def begin_step(self) -> dict[str, int]:
+        """Look for the peak of the step that begins; returns what is live before it, by kind."""
+        for gathered, _ in self._held():
+            self.tracker.label("gathered parameters", gathered)
+        resting = self.tracker.live_by_kind()
+        self.tracker.reset_peak()
+        return resting
+
+    def see_call(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        """A collective has been issued on `tensors`."""
+        if call.axis in BUFFERED:
+            self.tracker.label("communication", tensors)
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Label what `action` leaves behind for its backward."""
+        self._action, made = action, self.tracker.made
+        yield
+        if action.kind is Kind.F:
+            self.tracker.label("activations", self._engine.executor.stages[action.stage].kept())
+            self.tracker.label_since(made, "activations")
+        self._action = None
+
+    def _see_peak(self) -> None:
+        for gathered, gradients in self._held():
+            self.tracker.label("gathered parameters", gathered)
+            self.tracker.label("gradients", gradients)
+        for stage in self._engine.executor.stages.values():
+            self.tracker.label("activations", stage.kept())
+        grads = (shard.grad for shard in self._engine.shards)
+        self.tracker.label("gradients", (grad for grad in grads if grad is not None))
+        self.tracker.where = str(self._action) if self._action else self.watch.running
+
+    def _held(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        for stage in self._engine.executor.stages.values():
+            yield from held_by_fully_shard(stage.module)
+
+
+class _Parts(Stopwatch):
+    """Knows which part of a step is running.
+
+    Attributes:
+        running: its name.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+        self.running = ""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Run the block as part `name`; what "data" makes and leaves behind are inputs."""
+        self.running, made = name, self._tracker.made
+        yield
+        if name == "data":
+            self._tracker.label_since(made, "inputs")
+        self.running = ""
