@@ -43,6 +43,9 @@ OPTIMIZER_KEYS = {
 }
 """Keys that not every optimizer reads."""
 
+LARGEST_ROUNDED_BETA = 1 - 2**-8
+"""Of moments in bf16, whose last bit is worth up to 2^-7 of them."""
+
 LARGEST_CHOICE = 4096
 """Divisors above it are of no use to anyone, and would take long to find for a mistyped number."""
 
@@ -483,6 +486,25 @@ def recompute_interval_is_of_whole_layers(config: Config) -> None:
         )
 
 
+def moments_can_be_rounded(config: Config) -> None:
+    """bf16 has eight bits: a moment that moves by less than half of its last one stays where it is,
+    and one whose gradient has become 0 moves by 1 - beta of itself."""
+    optimizer = config.optimizer
+    if optimizer.state_dtype == "fp32":
+        return
+    if optimizer.name != "adamw":
+        raise ConfigError(
+            f'optimizer.state_dtype="bf16" isn\'t read under optimizer.name="{optimizer.name}"; '
+            'choose "fp32", or optimizer.name="adamw"'
+        )
+    for key in ("beta1", "beta2"):
+        if (beta := getattr(optimizer, key)) > LARGEST_ROUNDED_BETA:
+            raise ConfigError(
+                f'optimizer.{key}={beta} moves a moment by less than optimizer.state_dtype="bf16" '
+                f'can hold; choose at most {LARGEST_ROUNDED_BETA}, or state_dtype="fp32"'
+            )
+
+
 def float8_is_for_bf16(config: Config) -> None:
     """What isn't multiplied in float8 is in bf16; and the products make their gradients at once."""
     mode, precision = config.train.float8, config.train.precision
@@ -659,6 +681,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     optimizer_reads_its_keys,
     device_computes_the_precision,
     recompute_interval_is_of_whole_layers,
+    moments_can_be_rounded,
     float8_is_for_bf16,
     float8_multiplies_sixteens,
     loss_scale_begins_above_its_least,

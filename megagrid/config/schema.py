@@ -219,6 +219,9 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """adamw, muon: AdamW's; beta1 and beta2 of its moments, and what is added to the root of the
     second."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """adamw: of its moments between steps; they are updated in the weights' dtype. bf16 halves
+    them. (Under precision="fp64", fp32 stands for fp64.)"""
     adamw_lr: PositiveFloat | None = None
     """muon: peak learning rate of what AdamW updates; None: lr."""
     momentum: BelowOne = 0.95

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from megagrid.config.schema import OptimizerConfig
 from megagrid.nn.layout import ParameterShard
 
+STATE_DTYPES = {"bf16": torch.bfloat16}
+"""Of moments that are rounded after each update; others have the weights' dtype."""
+
 
 class AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019) with decayed and undecayed parameters apart."""
@@ -41,12 +44,14 @@ class AdamW:
             eps=config.eps,
             fused=True,
         )
+        self._is_rounded = config.state_dtype in STATE_DTYPES
         for leaf in self._leaves:
+            dtype = STATE_DTYPES.get(config.state_dtype, leaf.dtype)
             # Made now, as the optimizer would at its first step: memory is known from the start,
             # and a checkpoint has something to load into.
             self._adamw.state[leaf] = {
                 "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-                **{name: torch.zeros_like(leaf) for name in self.state_names},
+                **{name: torch.zeros_like(leaf, dtype=dtype) for name in self.state_names},
             }
 
     def states(self, name: str) -> list[Tensor]:
@@ -64,8 +69,25 @@ class AdamW:
             return
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        for leaf, shard in zip(self._leaves, self.shards, strict=True):
-            leaf.grad = shard.grad
-        self._adamw.step()
+        if self._is_rounded:
+            for leaf, shard in zip(self._leaves, self.shards, strict=True):
+                self._step_rounded(leaf, shard.grad)
+        else:
+            for leaf, shard in zip(self._leaves, self.shards, strict=True):
+                leaf.grad = shard.grad
+            self._adamw.step()
         for leaf, shard in zip(self._leaves, self.shards, strict=True):
             leaf.grad = shard.parameter.grad = None
+
+    def _step_rounded(self, leaf: Tensor, grad: Tensor | None) -> None:
+        """Update one parameter with its moments in its own dtype, and round them again: only one
+        parameter's are so large at a time."""
+        rounded = self._adamw.state[leaf]
+        exact = {name: rounded[name].to(leaf.dtype) for name in self.state_names}
+        self._adamw.state[leaf] = rounded | exact
+        leaf.grad = grad
+        self._adamw.step()  # the others have no gradient
+        leaf.grad = None
+        for name, values in exact.items():
+            rounded[name].copy_(values)
+        self._adamw.state[leaf] = rounded

@@ -9,10 +9,10 @@ the step is the dearest *rank*; of the splits that are equal in this, a cheaper 
 the pipeline sooner.
 
 **Memory.** `parallel.stage_memory_gb` caps what a process keeps from step to step of its stages:
-each parameter, its gradient and the optimizer's states, in the dtype of the master weights,
+each parameter, its gradient and the optimizer's states, the last in a dtype of their own,
 
-    states(rank) = (2 + states) x bytes x elements of its stages' layers and ends, as split over
-                   tp and dp
+    states(rank) = (2 x bytes + states x bytes of a state) x elements of its stages' layers and
+                   ends, as split over tp and dp
 
 with the vocabulary's padding, and dim 0 rounded up to a multiple of the ranks that split it as
 fully_shard does (`megagrid.config.sharding` has them: under ZERO1 others for the moments than for
@@ -31,7 +31,7 @@ from megagrid.config.schema import Config, ModelConfig
 from megagrid.config.sharding import Sharding
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
-from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, is_split
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare, Unit, is_split, state_bytes
 
 GB = 10**9
 
@@ -115,15 +115,18 @@ class StateBytes:
         sharding = Sharding.of(config, grid)
 
         def of_unit(unit: Unit, prefix: str = "") -> int:
-            elements = 0
+            total = 0
             for parameter in unit:
                 splits = (sharding.split, sharding.states_split)
                 if not is_split(config, prefix + parameter.module):
                     splits = (1, 1)
-                numbers = 2, len(parameter.states(config.optimizer.name))  # a weight, its gradient
-                for count, split in zip(numbers, splits, strict=True):
-                    elements += count * (parameter.gathered(split) // split)
-            return MASTER_BYTES[config.train.precision] * elements
+                sizes = (
+                    2 * MASTER_BYTES[config.train.precision],  # a weight, its gradient
+                    len(parameter.states(config.optimizer.name)) * state_bytes(config),
+                )
+                for size, split in zip(sizes, splits, strict=True):
+                    total += size * (parameter.gathered(split) // split)
+            return total
 
         last = num_stages - 1
         ends = (share.ends(is_first=s == 0, is_last=s == last) for s in range(num_stages))

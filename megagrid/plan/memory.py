@@ -4,16 +4,18 @@ Of a parameter of R rows of w elements, as its tp rank has it, rank i of the d t
 
     rows(d, i) = min((i + 1) c, R) - min(i c, R),   c = ceil(R / d)
 
-and keeps, e bytes an element (4; 8 in fp64, see `megagrid.plan.parameters`):
+and keeps, e bytes an element (4; 8 in fp64, see `megagrid.plan.parameters`), of a state s (2 if
+`optimizer.state_dtype` is bf16, else e):
 
     kind          bytes
     weights       e c w            fully_shard stores c rows on every rank, so that all gather alike
-    a state       e rows(d, i) w   of those that the optimizer keeps of the parameter
+    a state       s rows(d, i) w   of those that the optimizer keeps of the parameter
 
 d is as `megagrid.config.sharding` has it: all ranks with the same parameters, those of a node
 (HYBRID_SHARD), or 1 (NO_SHARD, and modules kept out of sharding). ZERO1 has d = 1 for weights and
-all ranks for the states. If d divides R, that is 3 e R w / d with AdamW's two moments. Gradients
-and gathered parameters come and go within a step. With `memory.cpu_offload` all of it is the host's
+all ranks for the states. If d divides R, that is (e + 2 s) R w / d with AdamW's two moments.
+Gradients and gathered parameters come and go within a step, and so do the moments of one shard at a
+time in e bytes, where s is less. With `memory.cpu_offload` all of it is the host's
 memory. Saving behind the training keeps copies of what the rank writes, at most as much again, in
 host memory: on a CPU beside the originals.
 """
@@ -29,7 +31,7 @@ from megagrid.config.sharding import Sharding
 from megagrid.grid.placement import Coordinate, Placement
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_schedule
-from megagrid.plan.parameters import MASTER_BYTES, ModelShare
+from megagrid.plan.parameters import MASTER_BYTES, ModelShare, state_bytes
 from megagrid.plan.units import PlannedUnit, stage_units
 
 
@@ -56,7 +58,7 @@ def persistent_bytes(
     """Those of the rank at `coordinate`."""
     sharding = Sharding.of(config, placement)
     index = sharding.index(placement, coordinate)
-    element = MASTER_BYTES[config.train.precision]
+    element, of_state = MASTER_BYTES[config.train.precision], state_bytes(config)
     stored = 0
     kept: Counter[str] = Counter()
     for unit in local_units(config, placement, coordinate):
@@ -65,7 +67,7 @@ def persistent_bytes(
             for parameter in parameters:
                 stored += element * (parameter.gathered(split) // split)
                 for state in parameter.states(config.optimizer.name):
-                    kept[state] += element * parameter.held(states_split, index % states_split)
+                    kept[state] += of_state * parameter.held(states_split, index % states_split)
     return PersistentBytes(stored, tuple(sorted(kept.items())))
 
 

@@ -24,8 +24,14 @@ from megagrid.plan.matrices import Matrix
 NO_ROWS = range(0)
 
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
-"""Of an element of parameters at rest, of reduced gradients, of the optimizer's states, and of the
-logits in the loss."""
+"""Of an element of parameters at rest, of reduced gradients, of the optimizer's states unless these
+are rounded, and of the logits in the loss."""
+
+
+def state_bytes(config: Config) -> int:
+    """Of an element of an optimizer's state."""
+    is_rounded = config.optimizer.state_dtype == "bf16"
+    return 2 if is_rounded else MASTER_BYTES[config.train.precision]
 
 
 OPTIMIZER_STATES: dict[str, dict[bool, tuple[str, ...]]] = {

@@ -178,6 +178,16 @@ MISTAKES = {
     "loss scale that shrinks when it grows": override(
         "loss_scale.growth_factor=1", told=("growth_factor=1", "greater than 1")
     ),
+    "rounded moments that would stand still": override(
+        "optimizer.state_dtype=bf16",
+        "optimizer.beta2=0.999",
+        told=("optimizer.beta2=0.999", 'state_dtype="bf16"', "at most 0.99609375"),
+    ),
+    "rounded moments of another optimizer": override(
+        "optimizer.state_dtype=bf16",
+        "optimizer.name=muon",
+        told=('optimizer.state_dtype="bf16"', 'optimizer.name="muon"', 'choose "fp32"'),
+    ),
     "float8 without bf16": override(
         "train.float8=on",
         told=('train.float8="on"', 'train.precision="bf16"', 'not "fp32"', 'train.float8="off"'),

@@ -27,6 +27,7 @@ from tests.end_to_end.t0 import (
 
 DP3 = Placement(dp=3)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "NO_SHARD")
+ROUNDED = {"optimizer": {"state_dtype": "bf16"}}
 HYBRID = {"parallel": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}
 KEEP_NORMS = {"parallel": {"unsharded_modules": ["norm", "layers.*_norm", "layers.1.attention"]}}
 
@@ -72,6 +73,9 @@ def by_rank(config: Config, placement: Placement) -> list[PersistentBytes]:
         pytest.param(TP2DP2, merged(KEEP_NORMS, SP), id="tp2dp2-norms-whole"),
         pytest.param(PP2DP2, merged(strategy("ZERO1"), BF16, TIED), id="pp2dp2-zero1-bf16"),
         pytest.param(DP3, {"memory": {"cpu_offload": True}}, id="dp3-offload"),
+        pytest.param(DP3, ROUNDED, id="dp3-rounded"),
+        pytest.param(TP2PP2, merged(ROUNDED, SP), id="tp2pp2-rounded"),
+        pytest.param(DP2, merged(ROUNDED, strategy("ZERO1")), id="dp2-zero1-rounded"),
         pytest.param(TP2DP2, {"model": {"qkv_bias": True, "qk_norm": True}}, id="tp2dp2-qwen"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megagrid.grid.placement import Placement
 from megagrid.train.run import Run
@@ -43,6 +44,7 @@ from tests.end_to_end.t0 import (
 )
 
 GPT_DROPOUT = merged(GPT, DROPOUT)
+ROUNDED = {"optimizer": {"state_dtype": "bf16"}}
 
 
 def restarted(placement: Placement, *parts: Sections, name: str, slow: bool = False):
@@ -62,6 +64,7 @@ def restarted(placement: Placement, *parts: Sections, name: str, slow: bool = Fa
         restarted(DP2, strategy("SHARD_GRAD_OP"), name="shard_grad_op"),
         restarted(DP2, strategy("NO_SHARD"), GPT_DROPOUT, name="no_shard-gpt-dropout"),
         restarted(DP2, BF16, name="bf16"),
+        restarted(TP2PP2, ROUNDED, SP, name="rounded-moments"),
         restarted(TP2PP2, GPT_DROPOUT, name="gpt-dropout"),  # C6
         restarted(TP4, SP, name="sp-tp-above-kv-heads"),
         restarted(PP2, ZBV, TIED, name="zbv-tied"),
@@ -123,6 +126,30 @@ def test_decayed_and_undecayed_weights_keep_their_settings(trainer):
     assert decayed["lr"] == undecayed["lr"] == rest.records[-1].lr
     assert rest.ranks[0].result == whole.ranks[0].result
     assert differing(rest.tensors(8), whole.tensors(8)) == []
+
+
+@pytest.mark.parametrize("reader", ["every_rank", "first_rank"])
+@pytest.mark.parametrize(("before", "after"), [({}, ROUNDED), (ROUNDED, {})])
+def test_moments_of_either_dtype_go_on_as_the_other(trainer, before, after, reader):
+    """Rounded as they are read, or exact; weights don't change."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    former = trainer.train(DP2, before, {"train": {"steps": 4}})
+    rest = trainer.resume(
+        former, TP2, after, {"checkpoint": {"read_by": reader}}, work=save_at_once
+    )
+    one, other = former.tensors(4), rest.tensors(4)
+    assert one.keys() == other.keys()
+    moments = {name for name in one if name.startswith("optimizer.")}
+    found = dtypes[rest.config.optimizer.state_dtype]
+    assert {other[name].dtype for name in moments} == {found}
+    assert {one[name].dtype for name in moments} == {dtypes[former.config.optimizer.state_dtype]}
+    assert differing(other, {name: t.to(other[name].dtype) for name, t in one.items()}) == []
+
+
+def save_at_once(run: Run) -> None:
+    """Save what was loaded, as it is."""
+    run.save(is_last=True)
+    run.saver.finish()
 
 
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(trainer):

@@ -20,6 +20,7 @@ LLAMA, GPT = Variant("llama", steps=3), Variant("gpt", steps=3)
 MUON = (("optimizer.name", "muon"), ("optimizer.adamw_lr", 2e-3))
 
 OPTIMIZERS = {
+    "adamw with rounded moments": (("optimizer.state_dtype", "bf16"),),
     "muon": MUON,
     "muon as first published": (
         ("optimizer.name", "muon"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megagrid.config.rules import LARGEST_ROUNDED_BETA
 from megagrid.config.schema import OptimizerConfig
 from megagrid.nn.init import ZEROS
 from megagrid.nn.layout import Box, Layout, ParameterShard, Piece
@@ -132,3 +133,42 @@ def test_a_rank_may_own_nothing():
     optimizer.set_step(3)
     optimizer.step(1e-2)
     assert [optimizer.states(name) for name in AdamW.state_names] == [[], []]
+
+
+def test_rounded_moments_are_those_of_the_published_update_rounded_after_each():
+    """What a step makes of them isn't rounded before the weights have had it."""
+    shards = [shard(1, 4, 3), shard(2, 5, decay=False)]
+    optimizer = AdamW(shards, CONFIG.model_copy(update={"state_dtype": "bf16"}))
+    expected = [one.tensor.double() for one in shards]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in expected]
+    for step in range(1, 6):
+        give_gradients(shards, step)
+        for index, one in enumerate(shards):
+            g, (m, v) = one.grad.double(), moments[index]
+            m = CONFIG.beta1 * m + (1 - CONFIG.beta1) * g
+            v = CONFIG.beta2 * v + (1 - CONFIG.beta2) * g**2
+            m_hat, v_hat = m / (1 - CONFIG.beta1**step), v / (1 - CONFIG.beta2**step)
+            decay = CONFIG.weight_decay if one.decay else 0.0
+            w = expected[index]
+            expected[index] = w - 1e-2 * (m_hat / (v_hat.sqrt() + CONFIG.eps) + decay * w)
+            moments[index] = tuple(x.float().bfloat16().double() for x in (m, v))
+        optimizer.step(1e-2)
+        for name, place in (("exp_avg", 0), ("exp_avg_sq", 1)):
+            for state, of_shard in zip(optimizer.states(name), moments, strict=True):
+                assert state.dtype == torch.bfloat16
+                assert torch.equal(state.double(), of_shard[place])
+    for one, w in zip(shards, expected, strict=True):
+        assert (one.tensor - w).abs().max() < 1e-6
+
+
+def test_a_rounded_moment_moves_with_every_beta_that_is_allowed_and_with_no_larger_one():
+    """Gradients of 0 from some step on: the moment shrinks by 1 - beta of itself, or never."""
+    for beta, moves in ((LARGEST_ROUNDED_BETA, True), (0.999, False)):
+        shards = [shard(1, 64, 16)]
+        optimizer = AdamW(shards, CONFIG.model_copy(update={"state_dtype": "bf16", "beta2": beta}))
+        (squares,) = optimizer.states("exp_avg_sq")
+        squares.copy_(torch.rand(64, 16) + 0.5)
+        before = squares.clone()
+        shards[0].parameter.grad = torch.zeros(64, 16)
+        optimizer.step(0.0)
+        assert (squares < before).all() if moves else torch.equal(squares, before)

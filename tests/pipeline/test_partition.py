@@ -51,7 +51,7 @@ def config_of(num_layers: int = 5, vocab_size: int = 61, **keys) -> Config:
     }
     for key, value in keys.items():
         section, _, name = key.partition("__")
-        sections[section][name] = value
+        sections.setdefault(section, {})[name] = value
     return Config(**sections)
 
 
@@ -307,6 +307,14 @@ def test_states_are_four_numbers_a_parameter():
     matrices = 32 * (q + 2 * k) + 32 * q + 3 * 32 * 64 + 2 * 32
     assert states.layer == 4 * MASTER_BYTES["fp32"] * matrices
     assert states.ends == (16 * (2 * 64 * 32 + 32),)  # 61 rows padded to 64, and a norm
+
+
+def test_rounded_moments_take_half():
+    exact, rounded = (
+        StateBytes.of(config_of(optimizer__state_dtype=dtype), Placement(), 1)
+        for dtype in ("fp32", "bf16")
+    )
+    assert rounded.layer * 16 == exact.layer * 12
 
 
 def test_a_rank_s_stages_are_capped_together():
