@@ -39,6 +39,16 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return share
 
 
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Give rank i the i-th of `size` equal parts of dim 0, and stack what the ranks give: a
+    transposition, and its own inverse."""
+    if axis.size == 1:
+        return x
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=axis.group)
+    return received
+
+
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], axis: Axis, device: torch.device | None = None
 ) -> None:

@@ -6,6 +6,7 @@ and what would work. `RULES` is the list; a new rule is a new function and a new
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 
@@ -197,12 +198,51 @@ def sequence_parallel_splits_the_sequence(config: Config) -> None:
         )
 
 
-def context_parallel_is_to_come(config: Config) -> None:
-    """Attention doesn't exchange keys and values along cp yet."""
-    if (cp := config.parallel.context_parallel_size) > 1:
+def context_parallel_splits_the_sequence(config: Config) -> None:
+    """Each cp rank has two chunks of a sample, whose length is the same for all; under sequence
+    parallelism its tp ranks share those out."""
+    seq, parallel = config.train.seq_length, config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
+    shares = tp if parallel.sequence_parallel else 1
+    unit = cp * math.lcm(2, shares)
+    if cp > 1 and seq % unit:
+        under = f" and parallel.tensor_parallel_size={tp}" if shares > 1 else ""
         raise ConfigError(
-            f"parallel.context_parallel_size={cp} isn't supported yet; choose 1, and for long "
-            "inputs parallel.sequence_parallel=true with a larger parallel.tensor_parallel_size"
+            f"train.seq_length={seq} must be a multiple of {unit} for parallel."
+            f"context_parallel_size={cp}{under}: choose {_choice(_multiples_near(seq, unit))}"
+        )
+
+
+def ulysses_splits_the_heads(config: Config) -> None:
+    """Each cp rank gets as many of its tp rank's heads; key/value heads are shared out as evenly,
+    or several ranks get the same one."""
+    model, parallel = config.model, config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
+    if cp == 1 or parallel.context_parallel != "ulysses":
+        return
+
+    def fits(size: int) -> bool:
+        of_tp_rank = max(1, model.num_kv_heads // tp)
+        return model.num_heads % (tp * size) == 0 and _divide(size, of_tp_rank)
+
+    if not fits(cp):
+        others = [size for size in _divisors(model.num_heads // tp) if fits(size)]
+        raise ConfigError(
+            f'parallel.context_parallel_size={cp} under parallel.context_parallel="ulysses" must '
+            f"share out model.num_heads={model.num_heads} and model.num_kv_heads="
+            f"{model.num_kv_heads} of parallel.tensor_parallel_size={tp} evenly; choose "
+            f'{_choice(others)}, or parallel.context_parallel="all_gather" or "ring"'
+        )
+
+
+def ring_keeps_all_probabilities(config: Config) -> None:
+    """A ring's parts of a softmax are put together by their sums, which dropout isn't part of."""
+    model, parallel = config.model, config.parallel
+    is_ring = parallel.context_parallel_size > 1 and parallel.context_parallel == "ring"
+    if is_ring and model.attention_dropout:
+        raise ConfigError(
+            f"model.attention_dropout={model.attention_dropout} isn't computed by "
+            'parallel.context_parallel="ring"; choose "all_gather" or "ulysses", or set it to 0'
         )
 
 
@@ -662,7 +702,9 @@ RULES: tuple[Callable[[Config], None], ...] = (
     gpt_has_no_keys_of_llama,
     rope_scaling_is_stated_whole,
     tensor_parallel_splits_the_layer,
-    context_parallel_is_to_come,
+    context_parallel_splits_the_sequence,
+    ulysses_splits_the_heads,
+    ring_keeps_all_probabilities,
     positions_reach_the_sequence,
     sequence_parallel_splits_the_sequence,
     schedule_fits_the_chunks,

@@ -24,6 +24,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 RopeScaling = Literal["none", "linear", "llama3"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
+ContextParallel = Literal["all_gather", "ring", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 MuonScale = Literal["original", "match_rms_adamw"]
@@ -102,6 +103,10 @@ class ParallelConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
     context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each sample."""
+    context_parallel: ContextParallel = "all_gather"
+    """How they attend to each other's: all keys and values on each of them ("all_gather"), or going
+    round ("ring"), or all tokens of some of the heads ("ulysses"). See `megagrid.nn.context`."""
     data_parallel_size: PositiveInt | None = None
     """None: whatever the ranks leave after tp, pp and cp."""
     sequence_parallel: bool = False

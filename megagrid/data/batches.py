@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,11 @@ class Batch:
     def valid_tokens(self) -> int:
         """Labels that count."""
         return int(np.count_nonzero(self.labels != IGNORE))
+
+    def at(self, places: np.ndarray) -> Batch:
+        """Of each sample the tokens at ``places`` (int64 [n]) alone, with their labels."""
+        tokens, labels = (np.take(x, places, axis=1) for x in (self.tokens, self.labels))
+        return replace(self, tokens=tokens, labels=labels)
 
 
 class Loader:

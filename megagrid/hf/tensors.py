@@ -42,7 +42,7 @@ def global_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError: they are larger than any memory.
     """
-    axes = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding")))
+    axes = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding", "cp")))
     share = StageShare(range(model.num_layers), is_first=True, is_last=True)
     try:
         with torch.device("meta"):

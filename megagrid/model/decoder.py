@@ -22,8 +22,10 @@ from torch.nn import functional as F
 
 from megagrid.comm import regions
 from megagrid.config.schema import ModelConfig
+from megagrid.grid import zigzag
 from megagrid.grid.grid import Axis
 from megagrid.nn.attention import Attention
+from megagrid.nn.context import Context, tokens_of
 from megagrid.nn.dropout import DropoutStreams, dropout
 from megagrid.nn.embedding import (
     PositionEmbedding,
@@ -71,13 +73,17 @@ class ModelAxes:
         tp: heads, columns and vocabulary.
         kv: ranks of tp with the same key/value head.
         embedding: first and last stage, if a tied table lies on both.
+        cp: tokens of each sample.
         sequence_parallel: whether what lies between parallel layers is split along the sequence.
+        context_parallel: how attention is computed over cp, see `megagrid.nn.context`.
     """
 
     tp: Axis
     kv: Axis
     embedding: Axis
+    cp: Axis
     sequence_parallel: bool = False
+    context_parallel: str = "all_gather"
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Block(Recomputing):
             model.head_dim,
             axes.tp,
             axes.kv,
+            axes.cp,
+            exchange=axes.context_parallel,
             dropout=model.attention_dropout,
             qkv_bias=model.qkv_bias,
             qk_norm_eps=model.norm_eps if model.qk_norm else None,
@@ -128,32 +136,27 @@ class Block(Recomputing):
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
         self.mlp = architecture.mlp(model.hidden_size, model.ffn_hidden_size, axes.tp, **linear)
 
-    def forward(self, x: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, dropout_keys: Tensor | None) -> Tensor:
         """
         Args:
-            rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
             dropout_keys: (3, b), of the places in `DROPS`; None switches dropout off.
         """
         of_probabilities, of_attention, of_mlp = (
             (None, None, None) if dropout_keys is None else dropout_keys.unbind()
         )
-        x, branch = self.region(self._to_last_product, x, rope, of_probabilities, of_attention)
-        return x + self._drop(branch, of_mlp)
+        x, branch = self.region(self._to_last_product, x, context, of_probabilities, of_attention)
+        return x + dropout(branch, self.dropout, of_mlp, context.places)
 
     def _to_last_product(
         self,
         x: Tensor,
-        rope: Tensor | None,
+        context: Context,
         of_probabilities: Tensor | None,
         of_attention: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        branch = self.attention(x, rope, of_probabilities, self.attention_norm)
-        x = x + self._drop(branch, of_attention)
+        branch = self.attention(x, context, of_probabilities, self.attention_norm)
+        x = x + dropout(branch, self.dropout, of_attention, context.places)
         return x, self.mlp(x, self.mlp_norm)
-
-    def _drop(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
-        return dropout(x, self.dropout, keys, first)
 
 
 class DecoderStage(nn.Module):
@@ -220,23 +223,33 @@ class DecoderStage(nn.Module):
         x: Tensor,
         labels: Tensor | None = None,
         streams: DropoutStreams | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
-            x: token ids (b, s) on the first stage, else the stage before's output.
+            x: token ids (b, s) on the first stage, else the stage before's output. Of samples that
+                are split over cp, s is this rank's tokens (`megagrid.grid.zigzag`).
             labels: (b, s) token ids, -100 where none is trained on; the last stage needs them
                 for the loss, without them it returns logits.
             streams: of dropout; None switches it off.
+            positions: (b, s) of the tokens; None: their places in the sample.
+            documents: (b, s cp) the number of each token's document, in whole samples: tokens see
+                no other's; None: they see all before them.
 
         Returns:
             hidden states (s, b, h), or (s / tp, b, h) under SP; on the last stage the loss summed
             over tokens, in float32 or wider, or this rank's columns of the logits (s, b, V / tp).
         """
+        places = self._places(x)
+        positions = places.unsqueeze(1) if positions is None else positions.t()
+        share = self._share(places)
         if self.share.is_first:
-            x = self._embed(x.t(), streams)
-        rope = self._rope(x) if self.rotated and len(self.layers) else None
+            x = self._embed(x.t(), self._share(positions), share, streams)
+        rope = self._rope(positions, x.dtype) if self.rotated and len(self.layers) else None
+        context = Context(share, rope, documents)
         for number, layer in self.layers.items():
-            x = layer(x, rope, self._dropout_keys(number, streams))
+            x = layer(x, context, self._dropout_keys(number, streams))
         if not self.share.is_last:
             return x
         logits = self._logits(x)
@@ -253,14 +266,28 @@ class DecoderStage(nn.Module):
         share = self.axes.tp.size if self.axes.sequence_parallel else 1
         return (seq_length // share, batch, self.model.hidden_size)
 
-    def _embed(self, token_ids: Tensor, streams: DropoutStreams | None) -> Tensor:
+    def _places(self, x: Tensor) -> Tensor:
+        """Where in their samples the tokens of this cp rank lie, (s,)."""
+        cp, tp = self.axes.cp, self.axes.tp
+        is_share = self.axes.sequence_parallel and not self.share.is_first
+        length = x.shape[1] if self.share.is_first else x.shape[0] * (tp.size if is_share else 1)
+        return tokens_of(zigzag.spans(length * cp.size, cp.size, cp.rank), x.device)
+
+    def _share(self, of_tokens: Tensor) -> Tensor:
+        """(s, …) -> what this rank has of it between parallel layers."""
+        if not self.axes.sequence_parallel:
+            return of_tokens
+        return of_tokens.chunk(self.axes.tp.size)[self.axes.tp.rank]
+
+    def _embed(
+        self, token_ids: Tensor, positions: Tensor, places: Tensor, streams: DropoutStreams | None
+    ) -> Tensor:
+        """Of whole token ids, and of this rank's share of positions and places."""
         x = self.embedding(token_ids)
-        first = self.axes.tp.rank * x.shape[0] if self.axes.sequence_parallel else 0
         if not self.rotated:
-            positions = torch.arange(first, first + x.shape[0], device=x.device)
             x = x + self.position_embedding(positions)
         keys = None if streams is None else streams.of("embedding")
-        return dropout(x, self.model.dropout, keys, first)
+        return dropout(x, self.model.dropout, keys, places)
 
     def _dropout_keys(self, layer: str, streams: DropoutStreams | None) -> Tensor | None:
         """Of the layer with that number: made here, as a tensor, so that a block knows neither its
@@ -269,11 +296,9 @@ class DecoderStage(nn.Module):
             return None
         return torch.stack([streams.of(f"layers.{layer}.{place}") for place in Block.DROPS])
 
-    def _rope(self, x: Tensor) -> Tensor:
-        share = self.axes.tp.size if self.axes.sequence_parallel else 1
-        positions = torch.arange(x.shape[0] * share, device=x.device)
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         model, scaling = self.model, rope_scaling(self.model)
-        return rotation(positions, model.head_dim, model.rope_theta, x.dtype, scaling)
+        return rotation(positions, model.head_dim, model.rope_theta, dtype, scaling)
 
     def _logits(self, x: Tensor) -> Tensor:
         """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from megagrid.grid.grid import Axis
+from megagrid.grid.zigzag import Spans
+from megagrid.nn.blockwise import blockwise_attention, visible
+from megagrid.nn.context import Context, context_parallel_attention, tokens_of
 from megagrid.nn.dropout import attention_dropout
 from megagrid.nn.init import Init
 from megagrid.nn.linear import ColumnParallelLinear, Part, RowParallelLinear
@@ -31,11 +35,14 @@ class Attention(Recomputing):
     Args:
         axis: tp.
         kv_axis: the ranks of tp that hold the same key/value head; of size 1 if each has its own.
+        cp_axis: the ranks that have the other tokens of the same samples.
+        exchange: how those get what attention takes, a row of `megagrid.nn.context.EXCHANGES`.
         bias: of all four projections.
         qkv_bias: of the first three even without it.
         qk_norm_eps: queries and keys are normalised head by head, with this eps; None: they aren't.
 
-    Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`.
+    Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`. Of a sample of
+    S tokens s is S / cp_axis.size.
     """
 
     def __init__(
@@ -46,7 +53,9 @@ class Attention(Recomputing):
         head_dim: int,
         axis: Axis,
         kv_axis: Axis,
+        cp_axis: Axis,
         *,
+        exchange: str,
         bias: bool,
         dropout: float,
         init: Init,
@@ -56,6 +65,8 @@ class Attention(Recomputing):
         qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
+        self.cp_axis = cp_axis
+        self.exchange = exchange
         self.head_dim = head_dim
         self.heads = num_heads // axis.size
         self.kv_heads = num_kv_heads * kv_axis.size // axis.size
@@ -90,46 +101,76 @@ class Attention(Recomputing):
     def forward(
         self,
         x: Tensor,
-        rope: Tensor | None,
+        context: Context,
         dropout_keys: Tensor | None,
         norm: Callable[[Tensor], Tensor] = no_norm,
     ) -> Tensor:
         """
         Args:
             x: (s, b, h) or its share of s.
-            rope: from `megagrid.nn.rope.rotation` for the whole sequence; None: no rotation.
             dropout_keys: (b,), of the probabilities; None switches dropout off.
             norm: what `x` goes through first; of one region with the layer that takes it.
         """
         qkv = self.region(lambda x: self.qkv(norm(x)), x)
-        return self.region(self._attend, qkv, rope, dropout_keys)
+        return self.region(self._attend, qkv, context, dropout_keys)
 
-    def _attend(self, qkv: Tensor, rope: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+    def _attend(self, qkv: Tensor, context: Context, dropout_keys: Tensor | None) -> Tensor:
         """From queries, keys and values, (s, b, this rank's heads), to the layer's output."""
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+        if context.rope is not None:
+            q, k = rotate(q, context.rope), rotate(k, context.rope)
+        attend = partial(self._attend_here, documents=context.documents, dropout_keys=dropout_keys)
+        y = context_parallel_attention(
+            q, k, v, self.cp_axis, self.exchange, attend, context.documents
+        )
+        return self.wo(y.reshape(s, b, -1))
+
+    def _attend_here(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: Spans,
+        first_head: int,
+        *,
+        documents: Tensor | None,
+        dropout_keys: Tensor | None,
+    ) -> Tensor:
+        """Some queries to all keys: a row for `megagrid.nn.context.Attend`."""
         # (s, b, heads, d) -> (b, heads, s, d), by strides alone.
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))
+        keys = range(k.shape[2])
         if self.dropout and dropout_keys is not None:
-            context = self._attend_with_dropout(q, k, v, dropout_keys)
-        else:
-            context = F.scaled_dot_product_attention(
+            first_head += self.first_head
+            y = self._attend_with_dropout(q, k, v, queries, first_head, documents, dropout_keys)
+        elif documents is None and queries == (keys,):
+            y = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
             )
-        return self.wo(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+        else:
+            y = blockwise_attention(q, k, v, queries, (keys,), documents)
+        return y.permute(2, 0, 1, 3)
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    def _attend_with_dropout(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: Spans,
+        first_head: int,
+        documents: Tensor | None,
+        dropout_keys: Tensor,
+    ) -> Tensor:
         """Attention with the probabilities in sight: the fused kernels draw masks of their own."""
-        group = self.heads // self.kv_heads
+        group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        s = q.shape[-2]
+        keys = range(k.shape[2])
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-        probabilities = scores.softmax(dim=-1)
-        return attention_dropout(probabilities, self.dropout, keys, self.first_head) @ v
+        seen = torch.cat([visible(run, keys, documents, q.device) for run in queries], dim=2)
+        probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        rows = tokens_of(queries, q.device)
+        return attention_dropout(probabilities, self.dropout, dropout_keys, first_head, rows) @ v

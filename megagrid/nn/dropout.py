@@ -32,28 +32,30 @@ class DropoutStreams:
         return hashing.bits(hashing.key(self.seed, "dropout", self.step, place), self.sample_ids)
 
 
-def dropout(x: Tensor, rate: float, keys: Tensor | None, first_position: int) -> Tensor:
+def dropout(x: Tensor, rate: float, keys: Tensor | None, places: Tensor) -> Tensor:
     """Zero elements of `x` with probability `rate`, scale the others by 1 / (1 - rate).
 
     Args:
-        x: (s, b, h), tokens from `first_position` of the sequence on.
+        x: (s, b, h).
         keys: (b,), from `DropoutStreams.of`; None switches dropout off (evaluation).
+        places: (s,) int64, where in their samples the tokens lie.
     """
     if rate == 0.0 or keys is None:
         return x
-    s, _, h = x.shape
-    position = torch.arange(first_position, first_position + s, device=x.device)
-    index = position.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
+    h = x.shape[-1]
+    index = places.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
     kept = hashing.keep(keys.view(1, -1, 1), index, 1.0 - rate)
     return x * (kept.to(x.dtype) / (1.0 - rate))
 
 
-def attention_dropout(probabilities: Tensor, rate: float, keys: Tensor, first_head: int) -> Tensor:
-    """The same for attention probabilities (b, heads, s, s), heads from `first_head` on."""
-    _, heads, queries, columns = probabilities.shape
+def attention_dropout(
+    probabilities: Tensor, rate: float, keys: Tensor, first_head: int, queries: Tensor
+) -> Tensor:
+    """The same for attention probabilities (b, heads, n, s), heads from `first_head` on, of the
+    tokens at `queries` (n,) of their samples to all tokens of them."""
+    _, heads, _, columns = probabilities.shape
     device = probabilities.device
     head = torch.arange(first_head, first_head + heads, device=device).view(-1, 1, 1)
-    query = torch.arange(queries, device=device).view(-1, 1)
-    index = (head * queries + query) * columns + torch.arange(columns, device=device)
+    index = (head * columns + queries.view(-1, 1)) * columns + torch.arange(columns, device=device)
     kept = hashing.keep(keys.view(-1, 1, 1, 1), index, 1.0 - rate)
     return probabilities * (kept.to(probabilities.dtype) / (1.0 - rate))

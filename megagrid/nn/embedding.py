@@ -89,8 +89,8 @@ class VocabParallelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned vectors by position, whole on every rank of `axis`.
 
-    Shape: (n,) positions -> (n, 1, h). With `sequence_parallel` n is this rank's share, and its
-    gradients are summands.
+    Shape: (n, b or 1) positions -> (n, b or 1, h). With `sequence_parallel` n is this rank's share,
+    and its gradients are summands.
     """
 
     def __init__(
@@ -115,4 +115,4 @@ class PositionEmbedding(nn.Module):
         self.weight = empty_parameter(self.layouts["weight"])
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions, self.weight).unsqueeze(1)
+        return F.embedding(positions, self.weight)

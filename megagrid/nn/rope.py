@@ -74,14 +74,15 @@ def rotation(
     """cos and sin of every position's angles.
 
     Args:
-        positions: (s,) int64.
+        positions: (s, b) int64, or (s, 1) if all samples have the same.
 
     Returns:
-        (2, s, 1, 1, head_dim / 2) in `dtype`, to broadcast against (s, b, heads, head_dim / 2).
+        (2, s, b or 1, 1, head_dim / 2) in `dtype`, to broadcast against
+        (s, b, heads, head_dim / 2).
     """
     of_planes = frequencies(head_dim, theta, scaling, positions.device)
-    angles = positions.double().unsqueeze(1) * of_planes
-    return torch.stack([angles.cos(), angles.sin()]).to(dtype).unsqueeze(2).unsqueeze(2)
+    angles = positions.double().unsqueeze(-1) * of_planes
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype).unsqueeze(3)
 
 
 class _Rotate(torch.autograd.Function):

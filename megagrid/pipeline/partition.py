@@ -109,7 +109,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: Config, grid: Placement, num_stages: int) -> StateBytes:
-        """Those of the recipe on the fullest rank of each stage's dp axis."""
+        """Those of the recipe on the fullest rank of each stage."""
         parallel, model = config.parallel, config.model
         share = ModelShare(model, grid.tp, 0, parallel.sequence_parallel)
         sharding = Sharding.of(config, grid)

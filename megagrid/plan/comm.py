@@ -1,8 +1,9 @@
 """What one rank communicates in one optimizer step, in closed form: every call, along which axis,
 and its bytes. `megagrid.comm.ledger` counts the same in a real step; the two are equal. Pure.
 
-With s the sequence, b the micro batch, h hidden, n layers on the rank, m microbatches and
-a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
+With s the sequence of a cp rank, b the micro batch, h hidden, n layers on the rank, m microbatches
+and a = s b h elements in the compute dtype (t, c, d: ranks along tp, cp and dp). q and k are the
+elements of a tp rank's queries and keys in s b tokens; k' is k, but at least a head a cp rank:
 
     axis   what                    collective                   calls           each
     -----------------------------------------------------------------------------------------
@@ -13,6 +14,12 @@ a = s b h elements in the compute dtype (t, d: ranks along tp and dp):
            loss                    all_reduce                   2 m             s b, 2 s b
     pp     hidden states           send or recv                 m a boundary    a, or a / t with SP
            their gradients         recv or send                 m a boundary    the same
+    cp     all_gather               all_gather                   n m             2 k c
+                                    reduce_scatter               n m             2 k c
+           ulysses                  all_to_all                   2 n m           q + 2 k'
+                                    all_to_all                   2 n m           q
+           ring                     send, recv                   2 n m (c - 1)   2 k
+           … gradients              send, recv                   n m c           2 k, not below fp32
     dp     FULL_SHARD, a unit      all_gather                   2 m             its parameters
            embedding apart         all_gather                   m
                                    reduce_scatter               1               its gradients
@@ -33,11 +40,12 @@ The step's gradients are reduced once, however many microbatches it has. How oft
 gathered where they stay so between passes, or lie split over fewer ranks (axis dp_reshard), depends
 on the order of a stage's forwards and backwards: `_gathers`. Muon's matrices are dealt to the ranks
 with the same stages in buckets; to a bucket's owners a rank sends its boxes of them, and the owners
-send back everyone's boxes (`megagrid.plan.matrices`).
+send back everyone's boxes (`megagrid.plan.matrices`). Where cp is above 1, what is said of dp is
+done along dp_cp, the ranks of both.
 
 Backward issues again what comes before the last tensor that it lacks (`megagrid.nn.recompute`):
-under memory.recompute "selective" the gathers of sequence parallelism; under "full" those and the
-end of attention.
+under memory.recompute "selective" the gathers of sequence parallelism and what cp does in forward;
+under "full" those and the end of attention.
 """
 
 from __future__ import annotations
@@ -104,11 +112,12 @@ def step_communication(config: Config, placement: Placement, coordinate: Coordin
     rank = _Rank(config, placement, coordinate)
     rows = [
         *_tensor_parallel(rank),
+        *_context_parallel(rank),
         *_pipeline(rank),
         *_data_parallel(rank),
         *_summands(rank),
         *_muon(rank),
-        Row("valid tokens", "dp", "all_reduce", 1, 8),
+        Row("valid tokens", rank.sharding.axis, "all_reduce", 1, 8),
         Row("norm, loss, news, memory", "world", "all_reduce", 1, 8 * (4 + placement.world_size)),
     ]
     return [row for row in rows if row.calls and rank.axis_size(row.axis) > 1]
@@ -145,7 +154,9 @@ class _Rank:
         self.microbatches = microbatches(config, placement)
         self.compute_bytes = COMPUTE_BYTES[train.precision]
         self.master_bytes = MASTER_BYTES[train.precision]
-        self.tokens = train.seq_length * train.micro_batch_size
+        self.model = model
+        self.exchange = parallel.context_parallel
+        self.tokens = train.seq_length // placement.cp * train.micro_batch_size
         self.activation_bytes = self.tokens * model.hidden_size * self.compute_bytes
         self.share = ModelShare(model, placement.tp, coordinate.tp, self.sequence_parallel)
         self.schedule = training_schedule(config, placement)
@@ -190,6 +201,7 @@ class _Rank:
             "kv": self.share.kv_copies,
             "embedding": len(ends) if self.coordinate.pp in ends else 1,
             "world": self.placement.world_size,
+            "dp_cp": self.sharding.ranks,
             "dp_shard": self.sharding.split,
             "dp_replicate": self.sharding.replicas,
             "dp_reshard": int(self.sharding.after_forward),
@@ -222,6 +234,31 @@ def _tensor_parallel(rank: _Rank) -> Iterator[Row]:
         number_per_token = rank.tokens * rank.master_bytes
         yield Row("loss, highest logit", "tp", "all_reduce", m, number_per_token)
         yield Row("loss, sum and label's logit", "tp", "all_reduce", m, 2 * number_per_token)
+
+
+def _context_parallel(rank: _Rank) -> Iterator[Row]:
+    """What attention takes of other tokens, in each layer, and once more where it is recomputed."""
+    model, tp, cp = rank.model, rank.placement.tp, rank.placement.cp
+    backward = rank.num_layers * rank.microbatches
+    forward = backward + rank.recomputed_layers * rank.microbatches
+    elements = rank.tokens * model.head_dim
+    kv_heads = model.num_kv_heads * rank.share.kv_copies // tp
+    queries = elements * model.num_heads // tp * rank.compute_bytes
+    keys_values = 2 * elements * kv_heads * rank.compute_bytes
+    if rank.exchange == "all_gather":
+        yield Row("keys and values", "cp", "all_gather", forward, keys_values * cp)
+        yield Row("their gradients", "cp", "reduce_scatter", backward, keys_values * cp)
+    elif rank.exchange == "ulysses":
+        copied = keys_values * max(1, cp // kv_heads)
+        calls = forward + backward
+        yield Row("queries, keys, values", "cp", "all_to_all", calls, queries + copied)
+        yield Row("attention's output", "cp", "all_to_all", calls, queries)
+    else:
+        calls = (forward + backward) * (cp - 1)
+        sums = keys_values // rank.compute_bytes * max(4, rank.compute_bytes)
+        for direction in ("send", "recv"):
+            yield Row("keys and values", "cp", direction, calls, keys_values)
+            yield Row("their gradients", "cp", direction, backward * cp, sums)
 
 
 def _pipeline(rank: _Rank) -> Iterator[Row]:

@@ -33,11 +33,12 @@ from megagrid.grid.placement import Placement
 from megagrid.terminal import Console
 from megagrid.train.metrics import StepRecord, read_records
 
-_AXIS_SIZES = re.compile(r"(?:(?:tp|pp|dp)[1-9]\d*)+")
+_AXIS_SIZES = re.compile(r"(?:(?:tp|pp|dp|cp)[1-9]\d*)+")
 _KEYS = {
     "tp": "parallel.tensor_parallel_size",
     "pp": "parallel.pipeline_parallel_size",
     "dp": "parallel.data_parallel_size",
+    "cp": "parallel.context_parallel_size",
 }
 
 
@@ -201,9 +202,11 @@ def _overrides(grid: str, arguments: argparse.Namespace, run_dir: str) -> list[s
 def _sizes(grid: str) -> dict[str, int]:
     """tp2pp2 -> {"tp": 2, "pp": 2}."""
     if not _AXIS_SIZES.fullmatch(grid):
-        raise ConfigError(f'--grids "{grid}" must name sizes of tp, pp and dp, as tp2pp2 or dp4')
+        raise ConfigError(
+            f'--grids "{grid}" must name sizes of tp, pp, dp and cp, as tp2pp2 or dp4'
+        )
     sizes: dict[str, int] = {}
-    for axis, size in re.findall(r"(tp|pp|dp)(\d+)", grid):
+    for axis, size in re.findall(r"(tp|pp|dp|cp)(\d+)", grid):
         if axis in sizes:
             raise ConfigError(f'--grids "{grid}" names {axis} twice; keep one of its sizes')
         sizes[axis] = int(size)

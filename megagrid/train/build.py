@@ -118,7 +118,9 @@ def _modules(config: Config, grid: Grid, training: Program) -> dict[int, Decoder
             tp=grid.tp,
             kv=grid.kv,
             embedding=_embedding_axis(grid, training.placement, number),
+            cp=grid.cp,
             sequence_parallel=config.parallel.sequence_parallel and grid.tp.size > 1,
+            context_parallel=config.parallel.context_parallel,
         )
         with torch.device("meta"):
             module = build_stage(config.model, _share(layers, number), axes)
@@ -190,7 +192,7 @@ def _build(
 
 def build_whole_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
     """The model on one device, outside any grid, its parameters unfilled."""
-    axes = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding")))
+    axes = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding", "cp")))
     share = StageShare(range(model.num_layers), is_first=True, is_last=True)
     with torch.device("meta"):
         module = build_stage(model, share, axes)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megagrid.comm.collectives import all_reduce
 from megagrid.data import Batch
+from megagrid.grid import zigzag
 from megagrid.grid.grid import Axis
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.optim.clip import clip_gradients, local_squared_norm
@@ -71,7 +72,7 @@ def compute_gradients(
     is then in place.
 
     Args:
-        batches: this dp rank's microbatches.
+        batches: this dp rank's microbatches, of whole samples.
         step: number of the step, from 1.
         spans: gets when each of this rank's actions ran, see `Executor.run`.
         news: asked for what this rank has to tell, as late in the step as can be.
@@ -79,6 +80,7 @@ def compute_gradients(
     """
     grid = engine.grid
     with watch.part("data"):
+        batches = _tokens_of_rank(batches, grid.cp)
         microbatches = _to_device(batches, engine, step, training=True)
         tokens = _TokenCount(batches, grid.dp_cp, grid.device)
     with watch.part("forward-backward"):
@@ -134,6 +136,7 @@ def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
     totals = torch.zeros(2, dtype=torch.float64, device=grid.device)
     speaks = grid.tp.rank == 0 and grid.pp.rank == grid.pp.size - 1
     for batches in steps:
+        batches = _tokens_of_rank(batches, grid.cp)
         microbatches = _to_device(batches, engine, step=0, training=False)
         loss = engine.executor.run(engine.evaluation, microbatches)
         if grid.tp.rank == 0:
@@ -169,6 +172,15 @@ class _TokenCount:
         # float64, which autograd rounds to the loss's dtype, be it as wide.
         scale = factor / max(1, self.total())
         return torch.tensor(scale, dtype=torch.float64, device=self._count.device)
+
+
+def _tokens_of_rank(batches: Sequence[Batch], cp: Axis) -> list[Batch]:
+    """What `cp`'s rank has of the samples."""
+    if cp.size == 1:
+        return list(batches)
+    runs = zigzag.spans(batches[0].tokens.shape[1], cp.size, cp.rank)
+    places = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+    return [batch.at(places) for batch in batches]
 
 
 def _to_device(

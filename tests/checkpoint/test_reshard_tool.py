@@ -173,7 +173,7 @@ def told(capsys: pytest.CaptureFixture, *arguments: str) -> str:
         "parallel.tensor_parallel_size=3",
         "parallel.pipeline_parallel_size=5",
         "parallel.data_parallel_size=3",
-        "parallel.context_parallel_size=2",
+        "parallel.context_parallel_size=3",
         "parallel.tensor_paralel_size=4",
         "model.num_layers=0",
     ],

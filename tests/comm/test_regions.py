@@ -65,6 +65,27 @@ def different(rank: int, size: int) -> Tensor:
     return of_rank(rank)
 
 
+def tokens_of(tensor: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """A cp rank's chunks of the sample: the first of 2 size from the front, the other from the
+    back."""
+
+    def of_rank(rank: int, size: int) -> Tensor:
+        chunks = tensor(rank, size).chunk(2 * size)
+        return tensor(rank, size) if size == 1 else torch.cat([chunks[rank], chunks[-1 - rank]])
+
+    return of_rank
+
+
+def in_heads(rank: int, size: int) -> Tensor:
+    """(s, b, heads, d), the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(S, B, 8, 5, dtype=torch.float64, generator=generator)
+
+
+def heads_of(tensor: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    return lambda rank, size: tensor(rank, size).chunk(size, dim=2)[rank].clone()
+
+
 ROWS = {
     "enter": Row(
         region=lambda x, axis: regions.enter(x, axis),
@@ -93,6 +114,27 @@ ROWS = {
         y=shard_of(total),
         grad_y=shard_of(same),
         grad_x=same,
+    ),
+    "gather_sample": Row(
+        region=lambda x, axis: regions.gather_sample(x, axis),
+        x=tokens_of(same),
+        y=same,
+        grad_y=different,
+        grad_x=tokens_of(total),
+    ),
+    "to_heads": Row(
+        region=lambda x, axis: regions.to_heads(x, axis),
+        x=tokens_of(in_heads),
+        y=heads_of(in_heads),
+        grad_y=heads_of(in_heads),
+        grad_x=tokens_of(in_heads),
+    ),
+    "to_tokens": Row(
+        region=lambda x, axis: regions.to_tokens(x, axis),
+        x=heads_of(in_heads),
+        y=tokens_of(in_heads),
+        grad_y=tokens_of(in_heads),
+        grad_x=heads_of(in_heads),
     ),
 }
 

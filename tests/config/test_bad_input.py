@@ -47,6 +47,7 @@ def edit(old: str, new: str, *, told: tuple[str, ...]) -> Mistake:
 
 TP, PP = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size"
 HYBRID = "parallel.sharding_strategy=HYBRID_SHARD"
+CP = "parallel.context_parallel_size"
 
 MISTAKES = {
     # --- Keys
@@ -290,8 +291,28 @@ MISTAKES = {
         "train.seq_length=33",
         told=("train.seq_length=33", "model.max_seq_length=32", "choose at most 32"),
     ),
-    "context parallelism": override(
-        "parallel.context_parallel_size=2", told=("context_parallel_size=2", "choose 1")
+    "sequence that cp can't share": override(
+        f"{CP}=3", told=("train.seq_length=32", f"{CP}=3", "choose 30 or 36")
+    ),
+    "sequence that cp and then tp can't share": override(
+        f"{CP}=2",
+        f"{TP}=4",
+        "train.seq_length=28",
+        "parallel.sequence_parallel=true",
+        told=("train.seq_length=28", f"{CP}=2", f"{TP}=4", "choose 24 or 32"),
+    ),
+    "heads that ulysses can't share": override(
+        f"{CP}=8",
+        f"{TP}=2",
+        "parallel.context_parallel=ulysses",
+        told=(f"{CP}=8", '"ulysses"', "model.num_heads=8", "choose 1, 2 or 4", '"ring"'),
+    ),
+    "dropout of attention in a ring": override(
+        f"{CP}=2",
+        "parallel.context_parallel=ring",
+        "model.family=gpt",
+        "model.attention_dropout=0.1",
+        told=("model.attention_dropout=0.1", '"ring"', '"all_gather"'),
     ),
     "interleaved schedule with nothing to interleave": override(
         "parallel.pipeline_schedule=Interleaved1F1B",

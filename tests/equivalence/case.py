@@ -69,6 +69,7 @@ class Case:
         sections["parallel"] |= {
             "tensor_parallel_size": placement.tp,
             "pipeline_parallel_size": placement.pp,
+            "context_parallel_size": placement.cp,
             "data_parallel_size": placement.dp,
         }
         sections["train"] |= {
@@ -116,7 +117,8 @@ def _tiny(family: str) -> dict[str, dict[str, Any]]:
 
 def shape(placement: Placement) -> str:
     """A grid in a test's name."""
-    return f"tp{placement.tp}-pp{placement.pp}-dp{placement.dp}"
+    cp = f"-cp{placement.cp}" if placement.cp > 1 else ""
+    return f"tp{placement.tp}-pp{placement.pp}-dp{placement.dp}{cp}"
 
 
 def _words(keys: Keys) -> list[str]:
@@ -140,6 +142,11 @@ TIED = ("model.tied_embeddings", True)
 def schedule(name: str) -> tuple[str, str]:
     """The key of a pipeline schedule."""
     return ("parallel.pipeline_schedule", name)
+
+
+def exchange(name: str) -> tuple[str, str]:
+    """The key of a way of context parallelism."""
+    return ("parallel.context_parallel", name)
 
 
 def strategy(name: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from megagrid.nn.layout import parameter_shards
 from megagrid.nn.loss import IGNORE
 from tests.model.oracle import loss_of, oracle
 
-ALONE = ModelAxes(tp=Axis.single("tp"), kv=Axis.single("kv"), embedding=Axis.single("embedding"))
+ALONE = ModelAxes(*(Axis.single(name) for name in ("tp", "kv", "embedding", "cp")))
 B, S = 3, 20
 
 

@@ -35,6 +35,22 @@ def neighbours(size: int) -> Axis:
     return mine
 
 
+def grid_of_two(inner: int, outer: int) -> tuple[Axis, Axis]:
+    """The tp axis of neighbours and the cp axis across them. Collective over all ranks."""
+    rank, axes = dist.get_rank(), []
+    groups = {
+        "tp": [range(first, first + inner) for first in range(0, inner * outer, inner)],
+        "cp": [range(first, inner * outer, inner) for first in range(inner)],
+    }
+    for name, all_ranks in groups.items():
+        axes.append(Axis.single(name, rank))
+        for ranks in map(tuple, all_ranks):
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if rank in ranks:
+                axes[-1] = Axis(name, ranks, ranks.index(rank), group)
+    return axes[0], axes[1]
+
+
 def random(seed: int, *shape: int) -> Tensor:
     """Standard normal float64, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)

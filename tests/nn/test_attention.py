@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from megagrid.grid.grid import Axis
 from megagrid.nn.attention import Attention
+from megagrid.nn.context import Context
 from megagrid.nn.dropout import DropoutStreams, attention_dropout
 from megagrid.nn.init import Init
 from megagrid.nn.rope import rotate, rotation
@@ -38,7 +39,9 @@ class Setting:
 
     @property
     def rope(self) -> Tensor | None:
-        return rotation(torch.arange(S), D, 100.0, torch.float64) if self.rotated else None
+        if not self.rotated:
+            return None
+        return rotation(torch.arange(S).unsqueeze(1), D, 100.0, torch.float64)
 
 
 def weights(setting: Setting) -> dense.Tensors:
@@ -70,7 +73,9 @@ def definition(setting: Setting, x: Tensor, w: dense.Tensors) -> Tensor:
         q, k = rotate(q, setting.rope), rotate(k, setting.rope)
     kept = torch.ones(B, HEADS, S, S, dtype=torch.float64)
     if setting.dropout:
-        kept = attention_dropout(kept, setting.dropout, setting.dropout_keys, first_head=0)
+        kept = attention_dropout(
+            kept, setting.dropout, setting.dropout_keys, first_head=0, queries=torch.arange(S)
+        )
     shared = HEADS // setting.kv_heads
     rows = []
     for query in range(S):
@@ -94,6 +99,8 @@ def attention_on_rank(setting: Setting, sequence_parallel: bool):
         D,
         axis,
         kv_axis,
+        Axis.single("cp"),
+        exchange="all_gather",
         bias=setting.bias,
         dropout=setting.dropout,
         qkv_bias=setting.qkv_bias,
@@ -107,7 +114,7 @@ def attention_on_rank(setting: Setting, sequence_parallel: bool):
     if sequence_parallel:
         x, grad = (t.chunk(axis.size)[axis.rank].clone() for t in (x, grad))
     x.requires_grad_()
-    y = layer(x, setting.rope, setting.dropout_keys)
+    y = layer(x, Context(torch.arange(S), setting.rope), setting.dropout_keys)
     y.backward(grad)
     return y.detach(), x.grad, dense.gradients(layer)
 
@@ -156,6 +163,8 @@ def test_no_token_sees_a_later_one():
         D,
         Axis.single("tp"),
         Axis.single("kv"),
+        Axis.single("cp"),
+        exchange="all_gather",
         bias=False,
         dropout=0.0,
         init=INIT,
@@ -166,7 +175,7 @@ def test_no_token_sees_a_later_one():
     x = dense.random(1, S, B, H)
     changed = x.clone()
     changed[5] += 1.0
-    rope = Setting().rope
-    before, after = layer(x, rope, None), layer(changed, rope, None)
+    context = Context(torch.arange(S), Setting().rope)
+    before, after = layer(x, context, None), layer(changed, context, None)
     assert torch.equal(before[:5], after[:5])
     assert not torch.equal(before[5:], after[5:])

@@ -12,6 +12,7 @@ from megagrid.nn.dropout import DropoutStreams, attention_dropout, dropout
 
 S, B, H = 16, 4, 24
 HEADS = 8
+PLACES = torch.arange(S)
 
 
 def streams(step: int = 3, samples: tuple[int, ...] = (10, 11, 12, 13), seed: int = 1):
@@ -20,19 +21,20 @@ def streams(step: int = 3, samples: tuple[int, ...] = (10, 11, 12, 13), seed: in
 
 def mask(rate: float = 0.3, place: str = "layers.0.mlp", first: int = 0, s: int = S, **keys):
     """What is left of ones."""
-    given = streams(**keys)
-    return dropout(torch.ones(s, len(given.sample_ids), H), rate, given.of(place), first)
+    given, places = streams(**keys), torch.arange(first, first + s)
+    return dropout(torch.ones(s, len(given.sample_ids), H), rate, given.of(place), places)
 
 
-def attention_mask(first_head: int = 0, heads: int = HEADS, **keys) -> Tensor:
+def attention_mask(first_head: int = 0, heads: int = HEADS, queries=PLACES, **keys) -> Tensor:
     given = streams(**keys)
-    ones = torch.ones(len(given.sample_ids), heads, S, S)
-    return attention_dropout(ones, 0.3, given.of("layers.0.attention.probabilities"), first_head)
+    ones = torch.ones(len(given.sample_ids), heads, len(queries), S)
+    of_place = given.of("layers.0.attention.probabilities")
+    return attention_dropout(ones, 0.3, of_place, first_head, queries)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_rate_is_dropped_and_the_rest_keeps_the_mean(rate):
-    kept = dropout(torch.ones(64, 4, 512), rate, streams().of("place"), 0)
+    kept = dropout(torch.ones(64, 4, 512), rate, streams().of("place"), torch.arange(64))
     values = kept.unique().tolist()
     assert values == [0.0, pytest.approx(1 / (1 - rate))]
     count = kept.numel()
@@ -42,8 +44,8 @@ def test_rate_is_dropped_and_the_rest_keeps_the_mean(rate):
 
 def test_nothing_is_dropped_at_rate_0_or_in_an_evaluation():
     x = torch.randn(S, B, H)
-    assert dropout(x, 0.0, streams().of("place"), 0) is x
-    assert dropout(x, 0.5, None, 0) is x
+    assert dropout(x, 0.0, streams().of("place"), PLACES) is x
+    assert dropout(x, 0.5, None, PLACES) is x
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -57,6 +59,11 @@ def test_shares_of_the_heads_drop_what_the_whole_drops(size):
     heads = HEADS // size
     shares = [attention_mask(first_head=rank * heads, heads=heads) for rank in range(size)]
     assert torch.equal(torch.cat(shares, dim=1), attention_mask())
+
+
+def test_some_queries_drop_what_all_drop():
+    some = torch.tensor([3, 4, 9])
+    assert torch.equal(attention_mask(queries=some), attention_mask()[:, :, some])
 
 
 @pytest.mark.parametrize("draw", [mask, attention_mask], ids=["hidden", "attention"])
@@ -87,13 +94,13 @@ def test_samples_and_positions_of_one_forward_drop_differently():
 
 def test_gradient_is_dropped_with_the_same_mask():
     x = torch.randn(S, B, H, requires_grad=True)
-    y = dropout(x, 0.3, streams().of("layers.0.mlp"), 0)
+    y = dropout(x, 0.3, streams().of("layers.0.mlp"), PLACES)
     y.sum().backward()
     assert torch.equal(x.grad, mask())
 
 
 def test_low_precision_drops_the_same_elements():
     x = torch.ones(S, B, H, dtype=torch.bfloat16)
-    kept = dropout(x, 0.3, streams().of("layers.0.mlp"), 0)
+    kept = dropout(x, 0.3, streams().of("layers.0.mlp"), PLACES)
     assert kept.dtype == torch.bfloat16
     assert torch.equal(kept > 0, mask() > 0)

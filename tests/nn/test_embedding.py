@@ -76,7 +76,7 @@ def positions_on_rank(sequence_parallel: bool):
         "position_embedding", 2 * S, H, axis, init=INIT, sequence_parallel=sequence_parallel
     )
     dense.fill(layer, {"position_embedding.weight": dense.random(1, 2 * S, H)})
-    positions = torch.arange(S)
+    positions = torch.arange(S).unsqueeze(1)
     grad = dense.random(2, S, 1, H)
     if sequence_parallel:
         positions, grad = (x.chunk(axis.size)[axis.rank] for x in (positions, grad))

@@ -13,12 +13,13 @@ from megagrid.nn.rope import LinearScaling, Llama3Scaling, frequencies, rotate, 
 from tests.nn import dense
 
 S, B, HEADS, D = 6, 2, 3, 8
+PLACES = torch.arange(S).unsqueeze(1)
 
 
 def test_planes_are_rotated_by_position_times_frequency():
     """x_i and x_(i + d/2) are a plane, turned by position * theta^(-2 i / d)."""
     x = dense.random(1, S, B, HEADS, D)
-    y = rotate(x, rotation(torch.arange(S), D, 500.0, torch.float64))
+    y = rotate(x, rotation(PLACES, D, 500.0, torch.float64))
     for position in range(S):
         for plane in range(D // 2):
             angle = position * 500.0 ** (-2 * plane / D)
@@ -60,15 +61,23 @@ def test_llama3_leaves_fast_planes_alone_and_divides_slow_ones():
     assert len(between) > 3 and (between.diff() < 0).all()
 
 
+def test_samples_may_have_positions_of_their_own():
+    x, positions = dense.random(1, S, B, HEADS, D), torch.randint(0, 50, (S, B))
+    y = rotate(x, rotation(positions, D, 100.0, torch.float64))
+    for sample in range(B):
+        of_sample = rotation(positions[:, sample, None], D, 100.0, torch.float64)
+        dense.assert_equal(y[:, sample, None], rotate(x[:, sample, None], of_sample))
+
+
 def test_backward_is_the_derivative():
-    cos_sin = rotation(torch.arange(S), D, 100.0, torch.float64)
+    cos_sin = rotation(PLACES, D, 100.0, torch.float64)
     x = dense.random(1, S, B, HEADS, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos_sin), (x,))
 
 
 def test_strided_heads_are_rotated_too():
     """As attention hands them over: a view of a wider tensor."""
-    cos_sin = rotation(torch.arange(S), D, 100.0, torch.float64)
+    cos_sin = rotation(PLACES, D, 100.0, torch.float64)
     wide = dense.random(1, S, B, HEADS + 2, D).requires_grad_()
     y = rotate(wide[:, :, 1:-1], cos_sin)
     dense.assert_equal(y, rotate(wide.detach()[:, :, 1:-1].contiguous(), cos_sin))
@@ -84,12 +93,12 @@ def test_scores_depend_on_distance_alone(shift):
         cos_sin = rotation(positions, D, 100.0, torch.float64)
         return torch.einsum("qbhd,kbhd->bhqk", rotate(q, cos_sin), rotate(k, cos_sin))
 
-    dense.assert_equal(scores(torch.arange(S)), scores(torch.arange(S) + shift))
+    dense.assert_equal(scores(PLACES), scores(PLACES + shift))
 
 
 def test_far_positions_keep_their_angle_in_float32():
     """Angles are computed in float64: position * frequency has no 24 bits to spare."""
     position = 131_071
-    cos_sin = rotation(torch.tensor([position]), 128, 500_000.0, torch.float32)
+    cos_sin = rotation(torch.tensor([[position]]), 128, 500_000.0, torch.float32)
     angle = position * 500_000.0 ** (-2 / 128)
     assert cos_sin[0, 0, 0, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-7)

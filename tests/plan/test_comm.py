@@ -39,6 +39,7 @@ def run(placement: Placement, family: str = "llama", **keys) -> Config:
         "parallel": {
             "tensor_parallel_size": placement.tp,
             "pipeline_parallel_size": placement.pp,
+            "context_parallel_size": placement.cp,
             "data_parallel_size": placement.dp,
         },
         "train": {
@@ -91,16 +92,18 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     family: str = "llama"
     keys: dict = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
-        return Placement(tp=self.tp, pp=self.pp, dp=self.dp)
+        return Placement(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp)
 
     def __str__(self) -> str:
         values = (f"{key.partition('__')[2]}={value}" for key, value in self.keys.items())
-        return "-".join([self.family, f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", *values])
+        cp = [f"cp{self.cp}"] if self.cp > 1 else []
+        return "-".join([self.family, f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", *cp, *values])
 
 
 SP = {"parallel__sequence_parallel": True}
@@ -123,6 +126,10 @@ QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 def strategy(name: str) -> dict:
     return {"parallel__sharding_strategy": name}
+
+
+def exchange(name: str) -> dict:
+    return {"parallel__context_parallel": name}
 
 
 def schedule(name: str, chunks: int = 1) -> dict:
@@ -213,6 +220,16 @@ CASES = [
     Case(dp=4, keys=MUON | HYBRID | {"train__micro_batch_size": 1}),
     Case(tp=2, dp=2, keys=MUON | ZERO1),
     Case(tp=2, dp=2, keys=MUON | KEEP_NORMS),
+    Case(cp=2, keys=exchange("all_gather")),
+    Case(cp=2, keys=exchange("ulysses") | {"model__num_kv_heads": 1}),
+    Case(cp=4, keys=exchange("ring") | BF16),
+    Case(cp=2, tp=2, keys=exchange("ring") | SP | {"model__num_kv_heads": 1}),
+    Case(cp=2, pp=2, family="gpt", keys=exchange("all_gather") | TIED | schedule("ZB1P")),
+    Case(cp=2, dp=2, keys=exchange("ulysses") | strategy("NO_SHARD")),
+    Case(cp=2, dp=2, keys=exchange("ring") | MUON | HYBRID),
+    Case(cp=2, keys=exchange("all_gather") | recompute("selective")),
+    Case(cp=2, keys=exchange("ring") | recompute("selective")),
+    Case(cp=2, tp=2, keys=exchange("ulysses") | recompute("full", 2) | SP),
 ]
 
 
