@@ -96,6 +96,7 @@ def t0(run_dir: Path | str, placement: Placement = ALONE, *parts: Sections) -> C
         "parallel": {
             "tensor_parallel_size": placement.tp,
             "pipeline_parallel_size": placement.pp,
+            "context_parallel_size": placement.cp,
             "data_parallel_size": placement.dp,
         },
         "train": {
@@ -116,7 +117,7 @@ def t0(run_dir: Path | str, placement: Placement = ALONE, *parts: Sections) -> C
 
 def name_of(placement: Placement) -> str:
     """A grid in a test's name: tp2pp2."""
-    sizes = {axis: placement.size(axis) for axis in ("tp", "pp", "dp")}
+    sizes = {axis: placement.size(axis) for axis in ("tp", "pp", "dp", "cp")}
     return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "alone"
 
 

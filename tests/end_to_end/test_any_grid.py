@@ -76,6 +76,7 @@ def leg(placement: Placement, *keys: Sections) -> Leg:
     return Leg(placement, merged(*keys))
 
 
+RING = {"parallel": {"context_parallel": "ring"}}
 NO_SHARD, SHARD_GRAD_OP = strategy("NO_SHARD"), strategy("SHARD_GRAD_OP")
 ZERO1 = strategy("ZERO1")
 HYBRID = {"parallel": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}
@@ -94,7 +95,7 @@ JOURNEYS = {
             leg(PP2DP2, ZBV, NO_SHARD),
             leg(TP4, SP),  # two ranks a key/value head
             leg(PP4, layers_per_stage(2, 0, 1, 1)),
-            leg(DP4),
+            leg(Placement(cp=2, dp=2), RING),
             leg(ALONE),
         ],
     ),
