@@ -313,10 +313,19 @@ class DataConfig(Section):
     """Share of documents held out for evaluation."""
     repeat: bool = True
     """Start a new epoch when the documents run out; false: the run ends with the data."""
+    document_mask: bool = False
+    """Tokens see those of their own document alone, not all that a sample is filled with."""
+    reset_positions: bool | None = None
+    """Positions count from the beginning of a document; None: if document_mask does."""
     cache_dir: str | None = None
     """Where index caches lie; None: beside each prefix."""
     prefetch: NonNegativeInt = 2
     """Steps of batches that a background thread reads ahead."""
+
+    @property
+    def resets_positions(self) -> bool:
+        """Whether positions are those in a document, not in a sample."""
+        return self.document_mask if self.reset_positions is None else self.reset_positions
 
     @property
     def is_synthetic(self) -> bool:

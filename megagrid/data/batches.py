@@ -25,11 +25,17 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: tokens [b, s], labels [b, s], sample_ids [b], all int64."""
+    """One microbatch: tokens [b, s], labels [b, s], sample_ids [b], all int64.
+
+    ``documents``: int64 [b, whole sample], the number of each token's document, if tokens see no
+    other. ``positions``: int64 [b, s], in its document, if they aren't those in the sample.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
     sample_ids: np.ndarray
+    documents: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
     @property
     def valid_tokens(self) -> int:
@@ -38,8 +44,8 @@ class Batch:
 
     def at(self, places: np.ndarray) -> Batch:
         """Of each sample the tokens at ``places`` (int64 [n]) alone, with their labels."""
-        tokens, labels = (np.take(x, places, axis=1) for x in (self.tokens, self.labels))
-        return replace(self, tokens=tokens, labels=labels)
+        names = ("tokens", "labels") + (("positions",) if self.positions is not None else ())
+        return replace(self, **{n: np.take(getattr(self, n), places, axis=1) for n in names})
 
 
 class Loader:
@@ -48,6 +54,8 @@ class Loader:
     ``pad``: rows past the end of the data are filled with ignored labels and sample id −1, so that
     an evaluation reads every sample once, whatever the batch size. Without it, a step that the data
     can't fill is a DataError.
+
+    ``mask_documents``, ``reset_positions``: batches have documents, positions.
     """
 
     def __init__(
@@ -58,12 +66,16 @@ class Loader:
         *,
         prefetch: int = 0,
         pad: bool = False,
+        mask_documents: bool = False,
+        reset_positions: bool = False,
     ):
         self.dataset = dataset
         self.sampler = sampler
         self.dp_rank = dp_rank
         self.prefetch = prefetch
         self.pad = pad
+        self.mask_documents = mask_documents
+        self.reset_positions = reset_positions
 
     def steps_left(self, consumed_samples: int = 0) -> int | None:
         """Steps that the data still gives, the same on all ranks; None: without end."""
@@ -113,7 +125,27 @@ class Loader:
         # Copies: torch.from_numpy wants memory of its own, writable and contiguous.
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         labels[~real] = IGNORE
-        return Batch(tokens, labels, np.where(real, ids, NO_SAMPLE))
+        documents = np.zeros((len(ids), length), dtype=np.int64)
+        if self.mask_documents or self.reset_positions:
+            for row in np.flatnonzero(real):
+                documents[row] = self.dataset.documents(int(ids[row]))[:-1]
+        return Batch(
+            tokens,
+            labels,
+            np.where(real, ids, NO_SAMPLE),
+            documents if self.mask_documents else None,
+            positions_in(documents) if self.reset_positions else None,
+        )
+
+
+def positions_in(documents: np.ndarray) -> np.ndarray:
+    """Each token's position in its document, from 0, from their numbers; both int64 [b, s].
+
+    A sample that begins within a document counts from its own first token.
+    """
+    places = np.arange(documents.shape[1])
+    begins = np.diff(documents, axis=1, prepend=-1) != 0
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
 
 def _read_ahead(steps: Iterator[list[Batch]], depth: int) -> Iterator[list[Batch]]:

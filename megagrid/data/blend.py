@@ -125,10 +125,12 @@ class BlendedDataset:
         self.len_or_none = self.samples_per_epoch if ends else None
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        if sample < 0 or (self.len_or_none is not None and sample >= self.len_or_none):
-            raise IndexError(f"sample {sample} of {self.len_or_none}")
-        dataset, sample = self._blend.locate(sample)
-        return self.datasets[dataset][sample]
+        dataset, sample = self._locate(sample)
+        return dataset[sample]
+
+    def documents(self, sample: int) -> np.ndarray:
+        dataset, sample = self._locate(sample)
+        return dataset.documents(sample)
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         total = np.zeros(vocab_size)
@@ -136,6 +138,12 @@ class BlendedDataset:
             counts = dataset.token_counts(vocab_size)
             total += counts * (weight / counts.sum())
         return total / sum(self._weights)
+
+    def _locate(self, sample: int) -> tuple[DocumentDataset, int]:
+        if sample < 0 or (self.len_or_none is not None and sample >= self.len_or_none):
+            raise IndexError(f"sample {sample} of {self.len_or_none}")
+        dataset, sample = self._blend.locate(sample)
+        return self.datasets[dataset], sample
 
 
 def check_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> None:

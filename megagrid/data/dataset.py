@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class SampleSource(Protocol):
 
         Errors: IndexError outside 0 … len_or_none − 1.
         """
+
+    def documents(self, sample: int) -> np.ndarray:
+        """Which of the sample's documents each of its tokens is of, from 0; int64
+        [seq_length + 1]. The token that ends a document is of it."""
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         """How often each id comes, or came in a part large enough to tell; float64 [vocab_size]."""
@@ -123,11 +127,11 @@ class DocumentDataset:
         return None if self._repeat else self.samples_per_epoch
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        if sample < 0 or (not self._repeat and sample >= self.samples_per_epoch):
-            raise IndexError(f"sample {sample} of {self.samples_per_epoch}")
-        epoch, place = divmod(sample, self.samples_per_epoch)
-        order = Permutation(self.samples_per_epoch, "samples", self.split.seed, epoch)
-        return self._read(self._epoch(epoch), order(place) * self.seq_length, self.seq_length + 1)
+        return np.concatenate(list(self._pieces(sample))).astype(np.int64)
+
+    def documents(self, sample: int) -> np.ndarray:
+        lengths = [len(piece) for piece in self._pieces(sample)]
+        return np.repeat(np.arange(len(lengths)), lengths)
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         counts = np.zeros(vocab_size)
@@ -140,18 +144,22 @@ class DocumentDataset:
                 break
         return counts
 
-    def _read(self, epoch: _Epoch, start: int, length: int) -> np.ndarray:
-        """Tokens ``start`` … ``start + length − 1`` of an epoch's stream of documents."""
-        out = np.empty(length, dtype=np.int64)
+    def _pieces(self, sample: int) -> Iterator[np.ndarray]:
+        """The tokens of one sample, those of each document by themselves; views of the file."""
+        if sample < 0 or (not self._repeat and sample >= self.samples_per_epoch):
+            raise IndexError(f"sample {sample} of {self.samples_per_epoch}")
+        number, place = divmod(sample, self.samples_per_epoch)
+        order = Permutation(self.samples_per_epoch, "samples", self.split.seed, number)
+        epoch, start = self._epoch(number), order(place) * self.seq_length
+        left = self.seq_length + 1
         place = int(np.searchsorted(epoch.starts, start, side="right")) - 1
         skip = start - int(epoch.starts[place])
-        filled = 0
-        while filled < length:
-            part = self.tokens.document(epoch.documents[place])[skip : skip + length - filled]
-            out[filled : filled + len(part)] = part
-            filled += len(part)
+        while left:
+            piece = self.tokens.document(epoch.documents[place])[skip : skip + left]
+            if len(piece):
+                yield piece
+            left -= len(piece)
             place, skip = place + 1, 0
-        return out
 
     def _epoch(self, number: int) -> _Epoch:
         epoch = self._epochs.get(number)

@@ -65,6 +65,10 @@ class SyntheticDataset:
             walk.append(token)
         return np.asarray(walk, dtype=np.int64)
 
+    def documents(self, sample: int) -> np.ndarray:
+        """A walk is one document."""
+        return np.zeros(self.seq_length + 1, dtype=np.int64)
+
     def token_counts(self, vocab_size: int) -> np.ndarray:
         """How often each id comes in the first samples; float64 [vocab_size]."""
         samples = [self[i] for i in range(min(64, self._samples or 64))]

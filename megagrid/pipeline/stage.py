@@ -25,11 +25,14 @@ class Microbatch:
         tokens: (b, s) int64.
         labels: (b, s) int64, -100 where nothing is to be learnt.
         streams: of dropout; None in an evaluation.
+        positions, documents: see `DecoderStage.forward`.
     """
 
     tokens: Tensor
     labels: Tensor
     streams: DropoutStreams | None = None
+    positions: Tensor | None = None
+    documents: Tensor | None = None
 
 
 @dataclass
@@ -93,6 +96,8 @@ class Stage:
             microbatch.tokens if x is None else x,
             labels=microbatch.labels if self.is_last else None,
             streams=microbatch.streams,
+            positions=microbatch.positions,
+            documents=microbatch.documents,
         )
         if grad_enabled:
             self._outputs[number] = get_gradient_edge(output)

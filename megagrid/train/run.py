@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO
 from megagrid import checkpoint
 from megagrid.config.dump import dump
 from megagrid.config.schema import Config
-from megagrid.data import DataSplits, Loader, Sampler
+from megagrid.data import DataSplits, Loader, Sampler, SampleSource
 from megagrid.data import build as build_data
 from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import STOPPED
@@ -94,7 +94,8 @@ class Run:
         self.past = Past(config, grid, self.state, self.checkpoints, self._say)
         self.past.begin()
         self.saver = self._make_saver()
-        self.loader, self.total_steps = self._make_loader(), config.train.total_steps
+        self.loader = self._loader(self.data.train, prefetch=config.data.prefetch)
+        self.total_steps = config.train.total_steps
         self._check_data()
         self.maker = StepMaker(self.engine, self.state, self.total_steps, self._news)
         self.recorder = Recorder(config, grid.world.size, grid.device)
@@ -233,7 +234,7 @@ class Run:
         is_due = step == self.total_steps or (interval > 0 and step % interval == 0)
         if self.data.valid is None or not is_due:
             return None
-        loader = Loader(self.data.valid, self._sampler(), self.grid.dp.rank, pad=True)
+        loader = self._loader(self.data.valid, pad=True)
         return evaluate(self.engine, list(islice(loader.steps(), self.config.evaluation.batches)))
 
     def save(self, *, is_last: bool = False) -> None:
@@ -254,15 +255,6 @@ class Run:
         if self._heard.stop or (has_gone_on and is_due):
             self.save(is_last=self._is_over)
 
-    def _make_loader(self) -> Loader:
-        """The loader of the training data."""
-        return Loader(
-            self.data.train,
-            self._sampler(),
-            self.grid.dp.rank,
-            prefetch=self.config.data.prefetch,
-        )
-
     def _check_data(self) -> None:
         """
         Raises:
@@ -277,9 +269,16 @@ class Run:
                 f"run has {total}; set train.steps={done + possible} or data.repeat=true"
             )
 
-    def _sampler(self) -> Sampler:
-        train = self.config.train
-        return Sampler(train.global_batch_size, train.micro_batch_size, self.grid.dp.size)
+    def _loader(self, source: SampleSource, **how: int) -> Loader:
+        train, data, dp = self.config.train, self.config.data, self.grid.dp
+        return Loader(
+            source,
+            Sampler(train.global_batch_size, train.micro_batch_size, dp.size),
+            dp.rank,
+            mask_documents=data.document_mask,
+            reset_positions=data.resets_positions,
+            **how,
+        )
 
     def _take_folder(self) -> None:
         self._lock = lock_folder(self.folder)

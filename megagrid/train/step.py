@@ -189,14 +189,16 @@ def _to_device(
     model, train = engine.config.model, engine.config.train
     drops = training and (model.dropout or model.attention_dropout)
 
-    def place(array: np.ndarray) -> Tensor:
-        return torch.tensor(array, device=engine.grid.device)
+    def place(array: np.ndarray | None) -> Tensor | None:
+        return None if array is None else torch.tensor(array, device=engine.grid.device)
 
     return [
         Microbatch(
             tokens=place(batch.tokens),
             labels=place(batch.labels),
             streams=DropoutStreams(train.seed, step, place(batch.sample_ids)) if drops else None,
+            positions=place(batch.positions),
+            documents=place(batch.documents),
         )
         for batch in batches
     ]

@@ -1,9 +1,11 @@
+import itertools
 import threading
 
 import numpy as np
 import pytest
 
 from megagrid.data import IGNORE, Loader, Sampler
+from megagrid.data.batches import positions_in
 from megagrid.errors import DataError
 from tests.data.files import dataset, numbered_documents, write_tokens
 
@@ -113,3 +115,36 @@ def test_a_sample_is_the_same_on_any_grid(tmp_path):
                 for sample, row in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
                     assert rows.setdefault(sample, row.tolist()) == row.tolist()
     assert sorted(rows) == list(range(800, 808))
+
+
+class InDocuments(Counting):
+    """Of two tokens each, the first of one."""
+
+    def documents(self, sample):
+        return (np.arange(4) + 1) // 2
+
+
+def test_a_batch_has_documents_and_positions_if_they_are_asked_for():
+    for masks, resets in itertools.product((False, True), repeat=2):
+        how = {"mask_documents": masks, "reset_positions": resets}
+        (batch,) = Loader(InDocuments(3), Sampler(4, 4, 1), 0, pad=True, **how).step(0)
+        assert (batch.documents is not None, batch.positions is not None) == (masks, resets)
+        if masks:
+            assert batch.documents.tolist() == [[0, 1, 1]] * 3 + [[0, 0, 0]]
+        if resets:
+            assert batch.positions.tolist() == [[0, 0, 1]] * 3 + [[0, 1, 2]]
+
+
+def test_some_places_of_a_batch_keep_their_positions_and_all_documents():
+    how = {"mask_documents": True, "reset_positions": True}
+    (batch,) = Loader(InDocuments(), Sampler(2, 2, 1), 0, **how).step(0)
+    some = batch.at(np.array([2, 0]))
+    assert some.tokens.tolist() == batch.tokens[:, [2, 0]].tolist()
+    assert some.labels.tolist() == batch.labels[:, [2, 0]].tolist()
+    assert some.positions.tolist() == [[1, 0]] * 2
+    assert np.array_equal(some.documents, batch.documents)
+
+
+def test_positions_count_from_the_beginning_of_each_document():
+    documents = np.array([[0, 0, 0, 1, 2, 2], [3, 4, 4, 4, 4, 4]])
+    assert positions_in(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]

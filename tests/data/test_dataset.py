@@ -196,3 +196,19 @@ def test_four_cold_jobs_at_once_on_one_cache_all_read_the_same(tmp_path):
     assert len(read[0]) == ROUNDS
     for folder in tmp_path.glob("cache*"):
         assert all(file.suffix == ".npy" for file in folder.iterdir())
+
+
+def test_documents_of_a_sample_are_told_apart_at_their_ends(tmp_path):
+    tokens = write_tokens(tmp_path / "a", [*numbered_documents(20, length=7), [EOD]])
+    data = dataset(tokens, seq_length=16)
+    for sample in range(data.len_or_none):
+        ids, numbers = data[sample], data.documents(sample)
+        assert numbers.shape == (17,) and numbers.dtype == np.int64 and numbers[0] == 0
+        # The token that ends a document is its last; nothing else is followed by another's.
+        assert numbers[1:].tolist() == (numbers[:-1] + (ids[:-1] == EOD)).tolist()
+
+
+def test_a_document_without_end_is_told_apart_too(tmp_path):
+    tokens = write_tokens(tmp_path / "a", [[5] * 6] * 4)
+    data = dataset(tokens, seq_length=12)
+    assert data.documents(0).tolist() == [0] * 6 + [1] * 6 + [2]

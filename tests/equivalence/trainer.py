@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrid.config.schema import DataConfig
 from megagrid.config.sharding import Sharding
 from megagrid.data import IGNORE, Batch, Loader, Sampler, SyntheticDataset
+from megagrid.data.batches import positions_in
 from megagrid.grid.grid import Axis, Grid, build_grid
 from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
@@ -166,7 +168,19 @@ def batches_of(engine: Engine, step: int, ignored: Sequence[int] = (5,)) -> list
     for batch in batches:
         for sample, labels in zip(batch.sample_ids, batch.labels, strict=True):
             labels[: None if sample % 8 in ignored else sample * 7 % 11] = IGNORE
-    return batches
+    return [_in_documents(batch, engine.config.data) for batch in batches]
+
+
+def _in_documents(batch: Batch, data: DataConfig) -> Batch:
+    """In documents of 5 and 14 tokens, begun elsewhere in each sample, if the recipe has them."""
+    places = np.arange(batch.tokens.shape[1])
+    begins = np.isin((places * 7 + batch.sample_ids[:, None] * 5) % 19, (0, 3))
+    documents = np.cumsum(begins, axis=1)
+    return replace(
+        batch,
+        documents=documents if data.document_mask else None,
+        positions=positions_in(documents) if data.resets_positions else None,
+    )
 
 
 def _train_engine(engine: Engine, ignored: Sequence[int]) -> RankRun:

@@ -241,3 +241,43 @@ def test_residual_projections_begin_smaller():
         "gate",
         "up",
     }
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_what_comes_of_a_document_depends_on_no_other(family):
+    """Row D14: its loss, and the gradients that it has."""
+    whole = stage(model(family))
+    documents = torch.tensor([[0] * 7 + [1] * 13]).expand(B, S)
+    positions = torch.tensor([[*range(7), *range(13)]]).expand(B, S)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 61, (B, S), generator=generator)
+    others = tokens.clone()
+    others[:, :7] = torch.randint(0, 61, (B, 7), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    labels[:, :7] = IGNORE
+
+    def learnt(
+        ids: Tensor, labels: Tensor = labels, **where: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        whole.zero_grad()
+        loss = whole(ids, labels, **where)
+        loss.backward()
+        return loss.detach(), [p.grad for p in whole.layers.parameters()]
+
+    masked = {"documents": documents, "positions": positions}
+    loss, gradients = learnt(tokens, **masked)
+    changed_loss, changed = learnt(others, **masked)
+    assert torch.equal(loss, changed_loss)
+    assert all(map(torch.equal, gradients, changed))
+    # As if it were alone.
+    alone, of_alone = learnt(tokens[:, 7:], labels[:, 7:])
+    torch.testing.assert_close(loss, alone, rtol=1e-12, atol=0.0)
+    for found, right in zip(gradients, of_alone, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+    # Positions alone don't keep documents apart (nanoVLM #204).
+    leaking, _ = learnt(tokens, positions=positions)
+    assert not torch.equal(leaking, learnt(others, positions=positions)[0])
