@@ -262,4 +262,6 @@ def test_a_run_from_weights_with_a_nan_exits_2_and_its_checkpoint_stays_the_late
     latest = {"checkpoint": {"resume": "latest", "save_interval": 1}}
     line = cli.mistake("train", cli.recipe(ALONE, latest))
     assert line.startswith("error: step 3: loss nan, gradient norm nan")
+    line = cli.mistake("train", cli.recipe(ALONE, latest), "--find-nan")
+    assert "find-nan: step 3, parameter embedding.weight: NaN at [0, 0], on rank 0 (" in line
     assert [path.name for path in (cli.run_folder / "checkpoints").iterdir()] == ["step-00000002"]

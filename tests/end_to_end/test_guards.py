@@ -145,6 +145,16 @@ def test_every_grid_skips_the_same_steps(trainer, overflowing, placement, keys):
         ]
 
 
+@pytest.mark.parametrize(("placement", "keys"), GRIDS)
+def test_an_overflow_on_one_rank_is_everyones(trainer, placement, keys):
+    """Of one rank's gradients, in the third step and in the sixth."""
+    falling = {"loss_scale": {"initial": 1024.0, "hysteresis": 1, "growth_interval": 3}}
+    found = trainer.train(placement, FP16, falling, keys, work=NormIs(math.inf, (3, 6)))
+    assert skipped(found) == [3, 6]
+    scales = [record.loss_scale for record in found.records]
+    assert scales == [1024, 1024, 1024, 512, 512, 512, 256, 256]
+
+
 @pytest.mark.parametrize(("placement", "keys"), [(ALONE, {}), (TP2PP2, SP), (DP2, {})])
 def test_a_resumed_fp16_run_has_the_scale_and_rate_of_the_uninterrupted_one(
     trainer, placement, keys
@@ -370,6 +380,7 @@ def test_a_nan_that_no_loss_shows_is_never_saved(trainer, placement):
 # Where it comes from
 
 FIND = {"guard": {"find_nan": True}}
+RECOMPUTED = {"memory": {"recompute": "full"}}
 
 
 def nan_in_a_weight(run: Run) -> None:
@@ -427,7 +438,9 @@ def test_find_nan_names_the_weight_that_has_one(trainer, placement, keys):
     assert ", on rank " in found
 
 
-@pytest.mark.parametrize(("placement", "keys"), [(ALONE, {}), *GRIDS])
+@pytest.mark.parametrize(
+    ("placement", "keys"), [(ALONE, {}), *GRIDS, pytest.param(TP2, RECOMPUTED, id="tp2-recomputed")]
+)
 def test_find_nan_names_the_module_that_makes_one_forward(trainer, placement, keys):
     found = found_by(trainer, placement, keys, Planted("layers.3.attention.qkv", False))
     last = placement.world_size - 1
@@ -437,7 +450,9 @@ def test_find_nan_names_the_module_that_makes_one_forward(trainer, placement, ke
     )
 
 
-@pytest.mark.parametrize(("placement", "keys"), [(ALONE, {}), *GRIDS])
+@pytest.mark.parametrize(
+    ("placement", "keys"), [(ALONE, {}), *GRIDS, pytest.param(TP2, RECOMPUTED, id="tp2-recomputed")]
+)
 def test_find_nan_names_the_gradient_that_is_the_first(trainer, placement, keys):
     found = found_by(trainer, placement, keys, Planted("layers.3.mlp_norm", True))
     last = placement.world_size - 1
