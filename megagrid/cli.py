@@ -34,6 +34,7 @@ VERBS = MappingProxyType(
         "convert": ("megagrid.hf.command", "Hugging Face models to checkpoints and back"),
         "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
         "report": ("megagrid.train.report_command", "show a traced step, measured and simulated"),
+        "compare": ("megagrid.train.compare_command", "find where two runs part: step and module"),
         "bench": ("megagrid.train.bench_command", "measure a step after warm-up"),
     }
 )

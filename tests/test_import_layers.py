@@ -43,6 +43,7 @@ TORCH_FREE += (
 )
 TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
 TORCH_FREE += ("train.report_command", "dryrun.command")
+TORCH_FREE += ("train.report_command", "train.compare_command", "train.compare")
 TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")
 TORCH_FREE += tuple(
     f"checkpoint.{name}" for name in ("command", "diff", "files", "folders", "manifest", "reader")

@@ -385,6 +385,8 @@ class LoggingConfig(Section):
     """Peak of one device in TFLOP/s, for MFU and HFU; None: by the device's name, if known."""
     trace_interval: NonNegativeInt = 0
     """Steps between steps whose pipeline actions are timed, for `megagrid report`; 0: none."""
+    digest_interval: NonNegativeInt = 0
+    """Steps between steps that are digested for `megagrid compare`, from the first on; 0: none."""
     wandb: Literal["online", "offline", "off"] = "off"
     wandb_project: str = "megagrid"
     wandb_name: str | None = None

@@ -30,6 +30,12 @@ def local_squared_norm(shards: Sequence[ParameterShard], device: torch.device) -
     return torch.stack(norms).double().square().sum()
 
 
+def clip_factor(norm: float, largest: float) -> float:
+    """What gradients of the global norm `norm` are multiplied by, so that it is at most `largest`
+    (0: any)."""
+    return 1.0 if largest == 0.0 or norm <= largest else largest / (norm + 1e-6)
+
+
 def clip_gradients(
     shards: Sequence[ParameterShard], norm: float, largest: float, loss_scale: float = 1.0
 ) -> None:
@@ -39,8 +45,7 @@ def clip_gradients(
     Args:
         norm: of the whole model, the same on every rank, without `loss_scale`.
     """
-    factor = 1.0 if largest == 0.0 or norm <= largest else largest / (norm + 1e-6)
-    factor /= loss_scale
+    factor = clip_factor(norm, largest) / loss_scale
     grads = [shard.grad for shard in shards if shard.grad is not None]
     if factor != 1.0 and grads:  # none in a stage without layers
         torch._foreach_mul_(grads, factor)

@@ -9,6 +9,7 @@ from megagrid.data import Batch
 from megagrid.optim.lr_schedule import learning_rate
 from megagrid.pipeline.schedules import Span
 from megagrid.train.build import Engine
+from megagrid.train.digest import DigestLog
 from megagrid.train.find_nan import find_nan
 from megagrid.train.guards import Action, Verdict
 from megagrid.train.metrics import Stopwatch
@@ -61,15 +62,22 @@ class StepMaker:
     Args:
         total_steps: of the run.
         news: see `compute_gradients`.
+        digests: of the steps that are due.
     """
 
     def __init__(
-        self, engine: Engine, state: RunState, total_steps: int, news: Callable[[], News]
+        self,
+        engine: Engine,
+        state: RunState,
+        total_steps: int,
+        news: Callable[[], News],
+        digests: DigestLog,
     ) -> None:
         self._engine = engine
         self._state = state
         self._total_steps = total_steps
         self._news = news
+        self._digests = digests
 
     def make(
         self, batches: Sequence[Batch], watch: Stopwatch, *, is_traced: bool = False
@@ -84,18 +92,22 @@ class StepMaker:
         number, first_sample = progress.step + 1, progress.consumed_samples
         scale, lr = state.loss_scale.value, self._learning_rate()
         spans: list[Span] | None = [] if is_traced else None
-        result = compute_gradients(
-            engine, batches, number, watch, spans, self._news, loss_scale=scale
-        )
+        with self._digests.of_step(number, batches, scale) as around:
+            result = compute_gradients(
+                engine, batches, number, watch, spans, self._news, loss_scale=scale, around=around
+            )
+        self._digests.gradients(result)
         verdict, found = state.guard.judge(result.loss, result.grad_norm), None
         if verdict.action is Action.MAKE:
             with watch.part("optimizer"):
                 apply_gradients(engine, result.grad_norm, lr, loss_scale=scale)
+            self._digests.update(result, lr)
             progress.updates += 1
         else:
             drop_gradients(engine)
             if engine.config.guard.find_nan and not (verdict.is_finite or verdict.is_overflow):
                 found = find_nan(engine, batches, number, scale)
+        self._digests.write(number)
         if verdict.action is not Action.END:
             progress.consumed_samples += train.global_batch_size
             progress.consumed_tokens += train.tokens_per_step

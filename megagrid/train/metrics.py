@@ -163,6 +163,8 @@ def _name_nonfinite(value: Any) -> Any:
     """`value` in JSON's terms."""
     if isinstance(value, dict):
         return {key: _name_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_nonfinite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -24,6 +24,7 @@ from megagrid.train.attempt import Attempt, StepMaker
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable, save_line
 from megagrid.train.determinism import deterministic_kernels
+from megagrid.train.digest import DigestLog
 from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import lock_folder
 from megagrid.train.guards import Action
@@ -97,7 +98,8 @@ class Run:
         self.loader = self._loader(self.data.train, prefetch=config.data.prefetch)
         self.total_steps = config.train.total_steps
         self._check_data()
-        self.maker = StepMaker(self.engine, self.state, self.total_steps, self._news)
+        self.digests = DigestLog(self.engine, self.folder, self.progress.step)
+        self.maker = StepMaker(self.engine, self.state, self.total_steps, self._news, self.digests)
         self.recorder = Recorder(config, grid.world.size, grid.device)
 
     @property
@@ -135,7 +137,7 @@ class Run:
                         for sink in sinks:
                             sink.write(record)
                     case Action.ROLL_BACK:
-                        self._roll_back(attempt, [*sinks, trace])
+                        self._roll_back(attempt, [*sinks, trace, self.digests])
                     case Action.END:
                         self._end_for(attempt)
                 self._save_if_due(attempt)
@@ -149,6 +151,7 @@ class Run:
             steps.close()
             self.saver.close()
             trace.close()
+            self.digests.close()
             for sink in (*sinks, self._saves, self._lock):
                 if sink is not None:
                     sink.close()
@@ -180,7 +183,7 @@ class Run:
                 self._note_in_guard_log(attempt)
         return self.recorder.step(attempt, self.state, seconds, parts, self._evaluate_if_due())
 
-    def _roll_back(self, attempt: Attempt, logs: Sequence[Sink | TraceLog]) -> None:
+    def _roll_back(self, attempt: Attempt, logs: Sequence[Sink | TraceLog | DigestLog]) -> None:
         """Go back to the run's last sound checkpoint, in place, and on with the data after the step
         that led here.
 
