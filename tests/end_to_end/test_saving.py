@@ -332,19 +332,19 @@ def test_a_save_under_way_becomes_whole_when_the_run_fails(trainer):
 def lose_a_peer_at_step_3(run: Run) -> bool:
     """While a save waits for its part; returns whether the run has waited for that."""
     arrival = threading.Event()
-    step, save = run._step, saving.save_checkpoint
+    make, save = run.maker.make, saving.save_checkpoint
 
-    def lose(*args):
+    def lose(*args, **keys):
         if run.progress.step == 2:
             raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
-        return step(*args)
+        return make(*args, **keys)
 
     def wait_and_save(*args, **keys):
         arrival.wait(60)
         return save(*args, **keys)
 
     with (
-        patch.object(run, "_step", lose),
+        patch.object(run.maker, "make", lose),
         patch.object(saving, "save_checkpoint", wait_and_save),
         pytest.raises(RuntimeError, match="closed by peer"),
     ):
