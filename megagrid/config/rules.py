@@ -33,7 +33,11 @@ ROPE_SCALING_KEYS = {
         "rope_original_max_seq_length",
     ),
 }
+ROPE_SCALING_KEYS["yarn"] = ROPE_SCALING_KEYS["llama3"]
 """What each kind of RoPE scaling is made of."""
+
+ROPE_SCALING_OPTIONS = {"yarn": ("rope_attention_factor",)}
+"""What may be stated beside it."""
 
 ADAMW_KEYS, MOMENTUM_KEYS = ("beta1", "beta2", "eps"), ("momentum", "nesterov")
 MUON_KEYS = ("adamw_lr", "muon_scale", "muon_steps", "muon_dtype")
@@ -146,11 +150,13 @@ def rope_scaling_is_stated_whole(config: Config) -> None:
     """Each kind has its numbers, all of them, and no other's."""
     model = config.model
     needed = ROPE_SCALING_KEYS[model.rope_scaling]
-    stated = [key for key in ROPE_SCALING_KEYS["llama3"] if getattr(model, key) is not None]
+    allowed = (*needed, *ROPE_SCALING_OPTIONS.get(model.rope_scaling, ()))
+    every = (*ROPE_SCALING_KEYS["yarn"], *ROPE_SCALING_OPTIONS["yarn"])
+    stated = [key for key in every if getattr(model, key) is not None]
     kind = f'model.rope_scaling="{model.rope_scaling}"'
     if missing := [f"model.{key}" for key in needed if key not in stated]:
         raise ConfigError(f'{kind} needs {", ".join(missing)}; state it, or set it to "none"')
-    if extra := [key for key in stated if key not in needed]:
+    if extra := [key for key in stated if key not in allowed]:
         raise ConfigError(
             f"model.{extra[0]}={getattr(model, extra[0])} isn't read under {kind}; clear it with "
             f"none, or choose another rope_scaling"
@@ -160,8 +166,12 @@ def rope_scaling_is_stated_whole(config: Config) -> None:
         if low >= high:
             raise ConfigError(
                 f"model.rope_low_freq_factor={low} must be below model.rope_high_freq_factor="
-                f"{high}; Llama 3.1 has 1 and 4"
+                f"{high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
             )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        raise ConfigError(
+            f"model.rope_theta={model.rope_theta} must be above 1 under {kind}; choose 10000"
+        )
 
 
 # --- Tensor and sequence parallelism -------------------------------------------------------------

@@ -22,7 +22,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
-RopeScaling = Literal["none", "linear", "llama3"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 ContextParallel = Literal["all_gather", "ring", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
@@ -73,15 +73,19 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling = "none"
     """What was done to RoPE's frequencies for longer inputs: all divided by a factor ("linear"), or
-    the low ones (Llama 3.1, "llama3"). See `megagrid.nn.rope`."""
+    the low ones (Llama 3.1, "llama3"; "yarn"). See `megagrid.nn.rope`."""
     rope_scaling_factor: PositiveFloat | None = None
-    """linear, llama3: what frequencies are divided by."""
+    """linear, llama3, yarn: what frequencies are divided by."""
     rope_low_freq_factor: PositiveFloat | None = None
-    """llama3: frequencies of fewer turns in rope_original_max_seq_length are divided."""
+    """llama3, yarn (beta_slow): frequencies of fewer turns in rope_original_max_seq_length are
+    divided."""
     rope_high_freq_factor: PositiveFloat | None = None
-    """llama3: frequencies of more turns are left alone, between the two it is blended."""
+    """llama3, yarn (beta_fast): frequencies of more turns are left alone, between the two it is
+    blended."""
     rope_original_max_seq_length: PositiveInt | None = None
-    """llama3: the longest input before the scaling, in tokens."""
+    """llama3, yarn: the longest input before the scaling, in tokens."""
+    rope_attention_factor: PositiveFloat | None = None
+    """yarn: what rotated queries and keys are multiplied by; None: 0.1 ln(factor) + 1."""
     qkv_bias: bool = False
     """Queries, keys and values alone have biases, as in Qwen2 (llama; a gpt has all of them)."""
     qk_norm: bool = False

@@ -54,5 +54,15 @@ def batches_of_zeros(config: Config, placement: Placement) -> list[Batch]:
     """The microbatches of a step, all of the same token: only their shapes matter."""
     train = config.train
     shape = (train.micro_batch_size, train.seq_length)
-    batch = Batch(*(np.zeros(sizes, dtype=np.int64) for sizes in (shape, shape, shape[:1])))
+
+    def zeros(*sizes: int) -> np.ndarray:
+        return np.zeros(sizes, dtype=np.int64)
+
+    batch = Batch(
+        zeros(*shape),
+        zeros(*shape),
+        zeros(train.micro_batch_size),
+        zeros(*shape) if config.data.document_mask else None,
+        zeros(*shape) if config.data.resets_positions else None,
+    )
     return [batch] * microbatches(config, placement)

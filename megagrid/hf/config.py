@@ -32,8 +32,23 @@ THEIR_ROPE = {
             "original_max_position_embeddings": "rope_original_max_seq_length",
         },
     ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": "rope_scaling_factor",
+            "beta_slow": "rope_low_freq_factor",
+            "beta_fast": "rope_high_freq_factor",
+            "original_max_position_embeddings": "rope_original_max_seq_length",
+            "attention_factor": "rope_attention_factor",
+        },
+    ),
 }
 """rope_type -> (model.rope_scaling, its numbers: their key -> key of [model])."""
+
+ROPE_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+"""What it means not to state one of them."""
+ROPE_OPTIONS = ("attention_factor",)
+"""Those that need no value."""
 
 REFUSED = {
     "quantization_config": "its weights are quantised; save the model without",
@@ -243,6 +258,10 @@ def _read_rope(raw: Raw, name: str) -> dict[str, object]:
         if value is None and theirs == "original_max_position_embeddings":
             value = raw.get("max_position_embeddings")
         if value is None:
+            value = ROPE_DEFAULTS.get(theirs)
+        if value is None and theirs in ROPE_OPTIONS:
+            continue
+        if value is None:
             raise CheckpointError(f'{name}: {key}.{theirs} must be stated for rope_type="{kind}"')
         values[our_key] = value
     return values
@@ -252,7 +271,8 @@ def _rope(model: ModelConfig) -> dict[str, object]:
     """RoPE's keys of config.json, in the form that every version of transformers reads."""
     kinds = {ours: (kind, numbers) for kind, (ours, numbers) in THEIR_ROPE.items()}
     kind, numbers = kinds[model.rope_scaling]
-    scaling = {theirs: getattr(model, ours) for theirs, ours in numbers.items()}
+    values = {theirs: getattr(model, ours) for theirs, ours in numbers.items()}
+    scaling = {theirs: value for theirs, value in values.items() if value is not None}
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": {"rope_type": kind, **scaling} if scaling else None,

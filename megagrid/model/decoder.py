@@ -45,7 +45,7 @@ from megagrid.nn.loss import vocab_parallel_cross_entropy
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
 from megagrid.nn.recompute import Recomputing, set_regions
-from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, rotation
+from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling, rotation
 from megagrid.nn.split_backward import LateWeightGradients, linear
 
 
@@ -342,6 +342,14 @@ ROPE_SCALINGS: dict[str, Callable[[ModelConfig], Scaling | None]] = {
         model.rope_low_freq_factor,
         model.rope_high_freq_factor,
         model.rope_original_max_seq_length,
+    ),
+    "yarn": lambda model: YarnScaling(
+        model.rope_scaling_factor,
+        model.rope_low_freq_factor,
+        model.rope_high_freq_factor,
+        model.rope_original_max_seq_length,
+        model.rope_theta,
+        model.rope_attention_factor,
     ),
 }
 

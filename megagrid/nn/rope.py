@@ -10,20 +10,32 @@ frequencies f_i = theta^(-2i/d), or what a scaling makes of them:
 
               turns   0 ........ low ............ high ........
               f_i     / factor   | between the two |  as it was
+
+    yarn      the same, but blended evenly over the planes  (Peng et al. 2023, arXiv 2309.00071)
+              between the two; and what is rotated grows
+              by an amplitude, scores by its square
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-Scaling = Callable[[Tensor], Tensor]
-"""From frequencies to frequencies, in radians a position."""
+
+class Scaling(Protocol):
+    """From frequencies to frequencies, in radians a position.
+
+    Attributes:
+        amplitude: what rotated queries and keys are multiplied by.
+    """
+
+    amplitude: float
+
+    def __call__(self, frequencies: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,7 @@ class LinearScaling:
     """Positions squeezed by `factor`."""
 
     factor: float
+    amplitude: ClassVar[float] = 1.0
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         return frequencies / self.factor
@@ -48,11 +61,49 @@ class Llama3Scaling:
     low: float
     high: float
     original_length: int
+    amplitude: ClassVar[float] = 1.0
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         turns = self.original_length * frequencies / (2 * math.pi)
         kept = ((turns - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
         return torch.lerp(frequencies / self.factor, frequencies, kept)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Slow planes squeezed by `factor`, fast ones left alone (section 3.4).
+
+    Attributes:
+        low, high: turns within `original_length` positions; between the planes that make so many,
+            the first rounded down and the last up, the two are blended.
+        theta: of the frequencies.
+        attention_factor: the amplitude; None: 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+    theta: float
+    attention_factor: float | None = None
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        planes = len(frequencies)
+
+        def plane(turns: float) -> float:
+            return planes * math.log(self.original_length / (2 * math.pi * turns), self.theta)
+
+        first = max(math.floor(plane(self.high)), 0)
+        last = min(math.ceil(plane(self.low)), 2 * planes - 1)
+        numbers = torch.arange(planes, dtype=frequencies.dtype, device=frequencies.device)
+        divided = ((numbers - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+        return torch.lerp(frequencies, frequencies / self.factor, divided)
 
 
 def frequencies(
@@ -71,7 +122,7 @@ def rotation(
     dtype: torch.dtype,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """cos and sin of every position's angles.
+    """cos and sin of every position's angles, times the scaling's amplitude.
 
     Args:
         positions: (s, b) int64, or (s, 1) if all samples have the same.
@@ -82,11 +133,13 @@ def rotation(
     """
     of_planes = frequencies(head_dim, theta, scaling, positions.device)
     angles = positions.double().unsqueeze(-1) * of_planes
-    return torch.stack([angles.cos(), angles.sin()]).to(dtype).unsqueeze(3)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return (torch.stack([angles.cos(), angles.sin()]) * amplitude).to(dtype).unsqueeze(3)
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back: nothing but the angles is kept for it."""
+    """A rotation's gradient is the rotation back, of the same amplitude: nothing but the angles is
+    kept for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -253,8 +253,23 @@ MISTAKES = {
         told=("model.rope_scaling_factor=8.0", 'model.rope_scaling="none"', "clear it"),
     ),
     "rope scaling of another kind": override(
+        "model.rope_scaling=longrope",
+        told=('model.rope_scaling="longrope"', "'none', 'linear', 'llama3' or 'yarn'"),
+    ),
+    "an amplitude of another rope scaling": override(
+        "model.rope_scaling=linear",
+        "model.rope_scaling_factor=2",
+        "model.rope_attention_factor=1.1",
+        told=("model.rope_attention_factor=1.1", 'model.rope_scaling="linear"', "clear it"),
+    ),
+    "planes that all turn alike": override(
         "model.rope_scaling=yarn",
-        told=('model.rope_scaling="yarn"', "'none', 'linear' or 'llama3'"),
+        "model.rope_scaling_factor=8",
+        "model.rope_low_freq_factor=1",
+        "model.rope_high_freq_factor=32",
+        "model.rope_original_max_seq_length=8192",
+        "model.rope_theta=1",
+        told=("model.rope_theta=1.0", "must be above 1", "choose 10000"),
     ),
     "rope scaling upside down": override(
         "model.rope_scaling=llama3",

@@ -51,6 +51,7 @@ CASES = [
     Case(LLAMA, Placement(dp=2), 2, (strategy("SHARD_GRAD_OP"),)),
     Case(LLAMA, Placement(pp=2, dp=2), 1, (strategy("SHARD_GRAD_OP"),)),
     Case(LLAMA, Placement(pp=2, dp=2), 4),
+    Case(LLAMA, Placement(cp=2), 4),
     Case(DROPOUT, Placement(tp=2), 2, (SP,)),
     Case(DROPOUT, Placement(pp=2, dp=2), 2),
 ]

@@ -65,6 +65,15 @@ LLAMA31_ROPE = {
     "original_max_position_embeddings": 8,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_slow": 1.0,
+    "beta_fast": 2.0,
+    "original_max_position_embeddings": 16,
+}
+
 Make = Callable[[], PreTrainedModel]
 
 
@@ -95,6 +104,7 @@ MODELS: dict[str, Make] = {
     "llama linear": _llama(
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     ),
+    "llama yarn": _llama(rope_parameters=YARN_ROPE, head_dim=8),
     "mistral": _mistral(sliding_window=None),
     "mistral, a window as long as any input": _mistral(sliding_window=64, head_dim=6),
     "qwen2": _qwen2(),

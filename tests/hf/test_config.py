@@ -42,6 +42,8 @@ LLAMA32_ROPE = {
     "rope_type": "llama3",
 }
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
 QWEN = {
     "attention_dropout": 0.0,
     "bos_token_id": 151643,
@@ -242,8 +244,8 @@ REFUSED = {
     ),
     "scaled logits": (LLAMA32 | {"logit_scale": 0.06}, ("logit_scale=0.06 isn't known",)),
     "an old rope of another kind": (
-        LLAMA32 | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        ('rope_scaling.rope_type="yarn"', "default, linear, llama3"),
+        LLAMA32 | {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+        ('rope_scaling.rope_type="longrope"', "default, linear, llama3, yarn"),
     ),
     "a new rope of another kind": (
         without(LLAMA32, "rope_scaling", "rope_theta")
@@ -257,6 +259,10 @@ REFUSED = {
     "rope with a number of another kind": (
         LLAMA32 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
         ("rope_scaling.beta_fast=32 isn't known",),
+    ),
+    "yarn with another amplitude": (
+        LLAMA32 | {"rope_scaling": YARN | {"mscale": 0.7}},
+        ("rope_scaling.mscale=0.7 isn't known",),
     ),
     "two thetas": (
         without(LLAMA32, "rope_scaling")
@@ -332,3 +338,11 @@ def test_keys_that_others_leave_behind_are_no_obstacle():
     assert describe(LLAMA32 | left, "config.json").model
     left = {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1}
     assert describe(GPT2 | left, "config.json").model
+
+
+def test_yarn_means_what_isnt_stated_of_it():
+    model = describe(LLAMA | {"rope_theta": 5e5, "rope_scaling": YARN}, "config.json").model
+    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.0, 32.0)
+    assert model.rope_attention_factor is None
+    _, written = config_of(model, "float32", None, {})
+    assert written["rope_scaling"] == YARN | {"beta_slow": 1.0, "beta_fast": 32.0}

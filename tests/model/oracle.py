@@ -95,6 +95,10 @@ def _rope(model: ModelConfig) -> dict[str, object]:
         "high_freq_factor": model.rope_high_freq_factor,
         "original_max_position_embeddings": model.rope_original_max_seq_length,
     }
+    if model.rope_scaling == "yarn":
+        low, high = numbers.pop("low_freq_factor"), numbers.pop("high_freq_factor")
+        numbers |= {"beta_slow": low, "beta_fast": high}
+        numbers["attention_factor"] = model.rope_attention_factor
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     stated = {key: value for key, value in numbers.items() if value is not None}
     return {"rope_type": kind, "rope_theta": model.rope_theta, **stated}

@@ -85,6 +85,15 @@ LLAMA31 = {
 """Turns of the four planes of a head of 8 in 8 positions: 1.27, 0.13, 0.01, 0.001. The first is
 blended, the others are slow."""
 
+YARN = {
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 0.01,
+    "rope_high_freq_factor": 1.0,
+    "rope_original_max_seq_length": 8,
+    "rope_attention_factor": 1.3,
+}
+
 MODELS = {
     "llama": model(),
     "llama tied": model(tied_embeddings=True),
@@ -95,6 +104,7 @@ MODELS = {
     "llama eps": model(norm_eps=0.1),
     "llama linear": model(rope_scaling="linear", rope_scaling_factor=4.0),
     "llama 3.1": model(head_dim=8, **LLAMA31),
+    "llama yarn": model(head_dim=8, **YARN),
     "qwen2": model(qkv_bias=True),
     "qwen2 mqa tied": model(qkv_bias=True, num_kv_heads=1, tied_embeddings=True),
     "qwen3": model(qk_norm=True),

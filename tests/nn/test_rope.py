@@ -9,7 +9,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megagrid.nn.rope import LinearScaling, Llama3Scaling, frequencies, rotate, rotation
+from megagrid.nn.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+    frequencies,
+    rotate,
+    rotation,
+)
 from tests.nn import dense
 
 S, B, HEADS, D = 6, 2, 3, 8
@@ -33,18 +40,33 @@ def test_planes_are_rotated_by_position_times_frequency():
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, LinearScaling(4.0), Llama3Scaling(8.0, 1.0, 4.0, 8192)], ids=str
+    "scaling",
+    [
+        None,
+        LinearScaling(4.0),
+        Llama3Scaling(8.0, 1.0, 4.0, 8192),
+        YarnScaling(4.0, 1.0, 32.0, 32768, 500000.0),
+        YarnScaling(0.5, 1.0, 4.0, 64, 500000.0),
+        YarnScaling(40.0, 1e-3, 2e-3, 8192, 500000.0, attention_factor=1.5),
+    ],
+    ids=str,
 )
 def test_frequencies_equal_transformers(scaling):
     """Theirs are float32."""
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     if isinstance(scaling, LinearScaling):
         rope |= {"rope_type": "linear", "factor": 4.0}
+    elif isinstance(scaling, YarnScaling):
+        rope |= {"rope_type": "yarn", "factor": scaling.factor, "beta_slow": scaling.low}
+        rope |= {"beta_fast": scaling.high, "attention_factor": scaling.attention_factor}
+        rope |= {"original_max_position_embeddings": scaling.original_length}
     elif scaling is not None:
         rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, rope_parameters=rope)
-    theirs = LlamaRotaryEmbedding(config).inv_freq
+    built = LlamaRotaryEmbedding(config)
+    theirs = built.inv_freq
+    assert built.attention_scaling == pytest.approx(1.0 if scaling is None else scaling.amplitude)
     torch.testing.assert_close(
         frequencies(128, 500000.0, scaling), theirs.double(), rtol=2e-6, atol=0.0
     )
@@ -69,8 +91,9 @@ def test_samples_may_have_positions_of_their_own():
         dense.assert_equal(y[:, sample, None], rotate(x[:, sample, None], of_sample))
 
 
-def test_backward_is_the_derivative():
-    cos_sin = rotation(PLACES, D, 100.0, torch.float64)
+@pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 1.0, 32.0, 8, 100.0)], ids=str)
+def test_backward_is_the_derivative(scaling):
+    cos_sin = rotation(PLACES, D, 100.0, torch.float64, scaling)
     x = dense.random(1, S, B, HEADS, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos_sin), (x,))
 
