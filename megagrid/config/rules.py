@@ -640,6 +640,16 @@ def weights_blend_the_paths(config: Config) -> None:
         )
 
 
+def masked_ids_are_in_the_vocabulary(config: Config) -> None:
+    """An id beyond it is a typing error: no label could be it."""
+    size, ids = config.model.vocab_size, config.data.mask_token_ids
+    if ids and max(ids) >= size:
+        raise ConfigError(
+            f"data.mask_token_ids={toml_value(ids)} has {max(ids)}, and model.vocab_size={size} "
+            f"ends before it; choose ids below {size}"
+        )
+
+
 def paths_are_distinct(config: Config) -> None:
     """The same documents twice would be drawn twice as often, unseen."""
     for index, path in enumerate(config.data.paths):
@@ -739,6 +749,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     loss_scale_begins_above_its_least,
     rollback_has_checkpoints,
     weights_blend_the_paths,
+    masked_ids_are_in_the_vocabulary,
     paths_are_distinct,
     synthetic_stands_alone,
     evaluation_has_documents,

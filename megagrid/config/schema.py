@@ -197,6 +197,12 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Two runs are bit by bit the same on accelerators too, which costs some speed. On a CPU they
     always are."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of log²Z, added to each token's loss so that logits don't drift (PaLM: 1e-4). The
+    loss that is reported is the cross-entropy alone."""
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens of a microbatch whose logits exist at a time; 0: all. The gradient of the head's
+    weight is then made with the loss, and kept from the last stage's forward to its backward."""
     device: str = "auto"
     """"auto": the accelerator if there is one, else cpu; or a device type by name."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 600.0
@@ -321,6 +327,8 @@ class DataConfig(Section):
     """Tokens see those of their own document alone, not all that a sample is filled with."""
     reset_positions: bool | None = None
     """Positions count from the beginning of a document; None: if document_mask does."""
+    mask_token_ids: list[NonNegativeInt] = []
+    """Ids that are read but not learnt, such as padding: labels of them count nowhere."""
     cache_dir: str | None = None
     """Where index caches lie; None: beside each prefix."""
     prefetch: NonNegativeInt = 2

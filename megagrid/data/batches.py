@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -51,6 +51,7 @@ class Batch:
 class Loader:
     """The batches of one data-parallel rank; ranks that differ in tp, cp or pp only load the same.
 
+    ``masked_ids``: labels of these ids are ignored.
     ``pad``: rows past the end of the data are filled with ignored labels and sample id −1, so that
     an evaluation reads every sample once, whatever the batch size. Without it, a step that the data
     can't fill is a DataError.
@@ -68,6 +69,7 @@ class Loader:
         pad: bool = False,
         mask_documents: bool = False,
         reset_positions: bool = False,
+        masked_ids: Sequence[int] = (),
     ):
         self.dataset = dataset
         self.sampler = sampler
@@ -76,6 +78,7 @@ class Loader:
         self.pad = pad
         self.mask_documents = mask_documents
         self.reset_positions = reset_positions
+        self.masked_ids = np.asarray(masked_ids, dtype=np.int64)
 
     def steps_left(self, consumed_samples: int = 0) -> int | None:
         """Steps that the data still gives, the same on all ranks; None: without end."""
@@ -125,6 +128,7 @@ class Loader:
         # Copies: torch.from_numpy wants memory of its own, writable and contiguous.
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         labels[~real] = IGNORE
+        labels[np.isin(labels, self.masked_ids)] = IGNORE
         documents = np.zeros((len(ids), length), dtype=np.int64)
         if self.mask_documents or self.reset_positions:
             for row in np.flatnonzero(real):

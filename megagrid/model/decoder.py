@@ -41,7 +41,7 @@ from megagrid.nn.linear import (
     SplitBackward,
     empty_parameter,
 )
-from megagrid.nn.loss import vocab_parallel_cross_entropy
+from megagrid.nn.loss import chunked_losses, token_losses
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
 from megagrid.nn.recompute import Recomputing, set_regions
@@ -166,7 +166,12 @@ class DecoderStage(nn.Module):
         embedding, position_embedding: on the first stage (and the table of a tied head).
         layers: by their number in the whole model, so that names are global.
         norm, head: on the last stage; no head if it is tied and the embedding is here.
+        z_loss: the coefficient.
+        loss_chunk: tokens of which logits exist at a time; 0: all.
     """
+
+    z_loss: float = 0.0
+    loss_chunk: int = 0
 
     def __init__(
         self,
@@ -238,8 +243,9 @@ class DecoderStage(nn.Module):
                 no other's; None: they see all before them.
 
         Returns:
-            hidden states (s, b, h), or (s / tp, b, h) under SP; on the last stage the loss summed
-            over tokens, in float32 or wider, or this rank's columns of the logits (s, b, V / tp).
+            hidden states (s, b, h), or (s / tp, b, h) under SP; on the last stage (2,), the losses
+            of `megagrid.nn.loss` summed over tokens, in float32 or wider, or this rank's columns of
+            the logits (s, b, V / tp).
         """
         places = self._places(x)
         positions = places.unsqueeze(1) if positions is None else positions.t()
@@ -252,14 +258,10 @@ class DecoderStage(nn.Module):
             x = layer(x, context, self._dropout_keys(number, streams))
         if not self.share.is_last:
             return x
-        logits = self._logits(x)
+        x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         if labels is None:
-            return logits
-        # In float32 at least: the sum of 100,000 exponentials has no business in bfloat16.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return vocab_parallel_cross_entropy(
-            logits.flatten(0, 1), labels.t().reshape(-1), self.model.vocab_size, self.axes.tp
-        )
+            return self._head(x)
+        return self._losses(x.flatten(0, 1), labels.t().reshape(-1))
 
     def hidden_shape(self, batch: int, seq_length: int) -> tuple[int, int, int]:
         """Shape of what stages pass on for a microbatch of `batch` samples."""
@@ -300,10 +302,23 @@ class DecoderStage(nn.Module):
         model, scaling = self.model, rope_scaling(self.model)
         return rotation(positions, model.head_dim, model.rope_theta, dtype, scaling)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """(s, b, h) -> this rank's columns of the logits, (s, b, padded vocabulary / tp)."""
-        x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
-        return self.head(x) if hasattr(self, "head") else F.linear(x, self.embedding.weight)
+    def _head(self, x: Tensor, losses: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """(…, h) -> this rank's columns of the logits, (…, padded vocabulary / tp), or what
+        `losses` makes of x and the head's matrix."""
+        if hasattr(self, "head"):
+            return self.head(x, losses)
+        return losses(x, self.embedding.weight) if losses else F.linear(x, self.embedding.weight)
+
+    def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(n, h), (n,) -> (2,), see `megagrid.nn.loss`."""
+
+        def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+            return token_losses(logits, labels, self.model.vocab_size, self.axes.tp, self.z_loss)
+
+        def of_chunks(x: Tensor, weight: Tensor) -> Tensor:
+            return chunked_losses(x, weight, labels, self.loss_chunk, of_logits)
+
+        return self._head(x, of_chunks) if self.loss_chunk else of_logits(self._head(x), labels)
 
     def recompute(self, kind: str, interval: int) -> None:
         """From now on backward computes again what `kind` has it, see `megagrid.nn.recompute`.
@@ -365,7 +380,7 @@ class Head(SplitBackward):
     Args:
         shared_over: the axis whose other rank holds the same matrix as embedding, if tied.
 
-    Shape: (s, b, h) -> (s, b, padded vocabulary / tp).
+    Shape: (…, h) -> (…, padded vocabulary / tp).
     """
 
     def __init__(
@@ -385,5 +400,8 @@ class Head(SplitBackward):
         self.layouts = {"weight": layout}
         self.weight = empty_parameter(layout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, None, self.late)
+    def forward(
+        self, x: Tensor, losses: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """`losses`: what is wanted of x and the matrix in place of logits."""
+        return losses(x, self.weight) if losses else linear(x, self.weight, None, self.late)

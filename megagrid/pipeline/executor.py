@@ -23,6 +23,7 @@ from torch import Tensor
 from megagrid.comm.collectives import all_reduce_coalesced
 from megagrid.comm.p2p import Message, Pending, post
 from megagrid.grid.grid import Grid
+from megagrid.nn.loss import LOSSES
 from megagrid.pipeline.schedules import Action, Kind, Program, Span
 from megagrid.pipeline.stage import Microbatch, Stage
 
@@ -38,7 +39,7 @@ class _Step:
         inputs, grads: what a F or B of a stage and microbatch consumes, received or handed over.
         outputs: what a F or B has made and a send takes.
         sends: under way.
-        loss: summed over the tokens of this rank's microbatches, on the last stage.
+        losses: summed over the tokens of this rank's microbatches, on the last stage.
         spans: when each compute action ran, if that is asked for.
         around: entered around each.
     """
@@ -46,7 +47,7 @@ class _Step:
     program: Program
     microbatches: Sequence[Microbatch]
     loss_scale: Callable[[], Tensor] | None
-    loss: Tensor
+    losses: Tensor
     spans: list[Span] | None = None
     around: Callable[[Action], AbstractContextManager[None]] = nullcontext
     inputs: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
@@ -67,9 +68,9 @@ class _Step:
         self.spans.append(Span(action, start, self._now()))
 
     def _now(self) -> float:
-        if self.loss.device.type != "cpu":
+        if self.losses.device.type != "cpu":
             # What a device has been given to do is done only when it says so.
-            torch.accelerator.synchronize(self.loss.device)
+            torch.accelerator.synchronize(self.losses.device)
         return time.time()
 
 
@@ -105,7 +106,7 @@ class Executor:
         """Run `program` on `microbatches`; gradients are added to the parameters'.
 
         Args:
-            loss_scale: the gradient of the step's loss by the summed loss, a scalar: one over the
+            loss_scale: the gradient of the step's loss by the summed losses, a scalar: one over the
                 valid tokens of the whole grid. Called when the first backward needs it. Programs
                 without backward need none.
             spans: gets when each compute action ran, in seconds since the epoch. On an
@@ -113,9 +114,10 @@ class Executor:
             around: what each compute action is made in; by default nothing.
 
         Returns:
-            the loss summed over this rank's tokens, float64; zero away from the last stage.
+            the losses of `megagrid.nn.loss` summed over this rank's tokens, (2,), float64; zero
+            away from the last stage.
         """
-        zero = torch.zeros((), dtype=torch.float64, device=self._grid.device)
+        zero = torch.zeros(LOSSES, dtype=torch.float64, device=self._grid.device)
         step = _Step(program, microbatches, loss_scale, zero, spans, around or nullcontext)
         with torch.set_grad_enabled(not program.forward_only):
             for item in program.steps[self._grid.pp.rank]:
@@ -125,7 +127,7 @@ class Executor:
                     self._run_action[item.action.kind](step, item.action)
         for pending in step.sends:
             pending.wait()
-        return step.loss
+        return step.losses
 
     def _forward(self, step: _Step, action: Action) -> None:
         stage = self.stages[action.stage]
@@ -133,7 +135,7 @@ class Executor:
         with step.timed(action):
             output = stage.forward(action.microbatch, step.microbatches[action.microbatch], x)
         if stage.is_last:
-            step.loss += output
+            step.losses += output
         else:
             self._pass_on(step, output, action, Kind.SEND_F, action.stage + 1, step.inputs)
 
@@ -159,7 +161,7 @@ class Executor:
     ) -> None:
         """Take the output's gradient, compute the input's, and see that it gets where it goes."""
         stage = self.stages[action.stage]
-        grad = step.loss_scale() if stage.is_last else _take(step.grads, action)
+        grad = step.loss_scale().expand(LOSSES) if stage.is_last else _take(step.grads, action)
         with step.timed(action):
             grad = backward(action.microbatch, grad)
         if not stage.is_first:

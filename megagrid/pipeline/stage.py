@@ -87,7 +87,7 @@ class Stage:
             x: what the stage before sent; None on the first stage.
 
         Returns:
-            hidden states for the next stage, or on the last stage the loss summed over tokens.
+            hidden states for the next stage, or on the last stage the losses summed over tokens.
         """
         grad_enabled = torch.is_grad_enabled()
         if x is not None and grad_enabled:

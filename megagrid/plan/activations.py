@@ -1,6 +1,6 @@
 """What a layer keeps of a microbatch from its forward to its backward, in closed form. Pure.
 
-With n = s b tokens, and n' = n / t of them where sequence parallelism splits them, else n' = n; of
+With n = s b tokens of a cp rank, and n' = n / t of them where sequence parallelism splits them, else n' = n; of
 a rank q, k columns of queries and of keys, a heads, f columns of the MLP; e bytes an element:
 
     what                       bytes                     none  selective  full
@@ -24,7 +24,8 @@ in place of qkv, and three matrices of all pairs of tokens:
 
     attention                  4 e n q + (3 e a b + 1) s^2    x
 
-It is what torch 2.13 keeps, in `megagrid.nn`'s layers; Korthikanti et al. 2022 (arXiv 2205.05198,
+Documents and context parallelism have attention kernels of their own, whose tensors aren't counted:
+with them "none" is a lower bound. It is what torch 2.13 keeps, in `megagrid.nn`'s layers; Korthikanti et al. 2022 (arXiv 2205.05198,
 section 4) counts the same of a GPT whose masks are bytes.
 """
 
@@ -68,7 +69,7 @@ class _Layer:
     @classmethod
     def of(cls, config: Config, placement: Placement, *, fused_norms: bool) -> _Layer:
         model, train, t = config.model, config.train, placement.tp
-        tokens = train.seq_length * train.micro_batch_size
+        tokens = train.seq_length // placement.cp * train.micro_batch_size
         return cls(
             config,
             tokens,

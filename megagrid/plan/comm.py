@@ -11,7 +11,8 @@ elements of a tp rank's queries and keys in s b tokens; k' is k, but at least a 
            … sequence parallel     all_gather, reduce_scatter   4 n m of each   a
            … computed again        as below, for each layer that is
            embedding, head         half of a layer's, each where it is
-           loss                    all_reduce                   2 m             s b, 2 s b
+           loss, a chunk of c      all_reduce                   2 m             c, 2 c; c = s b
+                                                                                in one chunk
     pp     hidden states           send or recv                 m a boundary    a, or a / t with SP
            their gradients         recv or send                 m a boundary    the same
     cp     all_gather               all_gather                   n m             2 k c
@@ -33,7 +34,7 @@ elements of a tp rank's queries and keys in s b tokens; k' is k, but at least a 
     dp_replicate                   all_reduce                   1               a shard's gradients
     tp, kv, embedding              all_reduce                   1 a stage       gradients in parts
     stage  Muon, a bucket          all_to_all                   2               boxes, see below
-    world  norm, loss, news,       all_reduce                   1               8 (4 + ranks) bytes
+    world  norm, loss, news,       all_reduce                   1               8 (5 + ranks) bytes
            memory
 
 The step's gradients are reduced once, however many microbatches it has. How often parameters are
@@ -118,7 +119,7 @@ def step_communication(config: Config, placement: Placement, coordinate: Coordin
         *_summands(rank),
         *_muon(rank),
         Row("valid tokens", rank.sharding.axis, "all_reduce", 1, 8),
-        Row("norm, loss, news, memory", "world", "all_reduce", 1, 8 * (4 + placement.world_size)),
+        Row("norm, loss, news, memory", "world", "all_reduce", 1, 8 * (5 + placement.world_size)),
     ]
     return [row for row in rows if row.calls and rank.axis_size(row.axis) > 1]
 
@@ -164,11 +165,18 @@ class _Rank:
         self.stages = self.schedule.stages_of_rank(coordinate.pp)
         self.layers = stage_layers(config, placement, self.schedule.placement)
         self.num_layers = sum(len(self.layers[stage]) for stage in self.stages)
+        self.loss_chunk = train.loss_chunk_tokens
         self.recompute = config.memory.recompute
         self.recomputed_layers = sum(
             recomputed_layers(self.layers[stage], self.recompute, config.memory.recompute_interval)
             for stage in self.stages
         )
+
+    @property
+    def loss_chunks(self) -> Counter[int]:
+        """How many chunks of so many tokens each a microbatch's loss is computed in."""
+        chunk = self.loss_chunk or self.tokens
+        return Counter(min(chunk, self.tokens - first) for first in range(0, self.tokens, chunk))
 
     @property
     def has_embedding(self) -> bool:
@@ -230,10 +238,11 @@ def _tensor_parallel(rank: _Rank) -> Iterator[Row]:
         if collective is not None:
             calls = times * rank.recomputed_layers * m
             yield Row(f"layers, {region} again", "tp", collective, calls, rank.activation_bytes)
-    if rank.has_head:
-        number_per_token = rank.tokens * rank.master_bytes
-        yield Row("loss, highest logit", "tp", "all_reduce", m, number_per_token)
-        yield Row("loss, sum and label's logit", "tp", "all_reduce", m, 2 * number_per_token)
+    for tokens, chunks in rank.loss_chunks.items():
+        number_per_token = tokens * rank.master_bytes
+        calls = m * chunks if rank.has_head else 0
+        yield Row("loss, highest logit", "tp", "all_reduce", calls, number_per_token)
+        yield Row("loss, sum and label's logit", "tp", "all_reduce", calls, 2 * number_per_token)
 
 
 def _context_parallel(rank: _Rank) -> Iterator[Row]:

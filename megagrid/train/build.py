@@ -166,6 +166,7 @@ def _build(
         is_split: the schedule has backwards whose weight gradients come later.
     """
     spread = Spread.of(config, grid)
+    module.z_loss, module.loss_chunk = config.train.z_loss, config.train.loss_chunk_tokens
     module.recompute(config.memory.recompute, config.memory.recompute_interval)
     shard_stage(module, config, spread, grid.device)
     with fakes or nullcontext():

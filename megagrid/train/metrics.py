@@ -64,7 +64,8 @@ class StepRecord(Record):
 
     Attributes:
         step: counted from 1.
-        loss: mean over the step's valid tokens, in nats.
+        loss: mean cross-entropy over the step's valid tokens, in nats.
+        z_loss: the same of what is added to it, see `train.z_loss`; None without.
         grad_norm: of the whole model, before clipping.
         lr: learning rate that the step was made with, or would have been.
         valid_tokens: labels of the step that count in the loss.
@@ -101,6 +102,7 @@ class StepRecord(Record):
     hfu: float | None = None
     peak_memory_bytes: tuple[int, ...] = ()
     valid_loss: float | None = None
+    z_loss: float | None = None
     skipped: bool = False
     skipped_steps: int = 0
     rollbacks: int = 0

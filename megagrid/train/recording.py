@@ -42,6 +42,7 @@ class Recorder:
         return StepRecord(
             step=attempt.number,
             loss=result.loss,
+            z_loss=result.z_loss if self._config.train.z_loss else None,
             grad_norm=result.grad_norm,
             lr=attempt.lr,
             valid_tokens=result.valid_tokens,

@@ -280,6 +280,7 @@ class Run:
             dp.rank,
             mask_documents=data.document_mask,
             reset_positions=data.resets_positions,
+            masked_ids=data.mask_token_ids,
             **how,
         )
 

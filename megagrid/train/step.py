@@ -43,7 +43,8 @@ class StepResult:
     """What a step was, over the whole grid.
 
     Attributes:
-        loss: mean over valid tokens, nats.
+        loss: mean over valid tokens, nats: the cross-entropy.
+        z_loss: the same of what `train.z_loss` adds to it.
         grad_norm: of the whole model, before clipping and without the loss scale.
         valid_tokens: labels that counted.
         peak_memory_bytes: of each rank.
@@ -51,6 +52,7 @@ class StepResult:
     """
 
     loss: float
+    z_loss: float
     grad_norm: float
     valid_tokens: int
     peak_memory_bytes: tuple[int, ...]
@@ -84,21 +86,23 @@ def compute_gradients(
         microbatches = _to_device(batches, engine, step, training=True)
         tokens = _TokenCount(batches, grid.dp_cp, grid.device)
     with watch.part("forward-backward"):
-        loss = engine.executor.run(
+        losses = engine.executor.run(
             engine.training, microbatches, lambda: tokens.scale(loss_scale), spans, around
         )
     with watch.part("norm"):
         # One message for all that the ranks must know of each other at the end of a step.
-        totals = torch.zeros(4 + grid.world.size, dtype=torch.float64, device=grid.device)
+        totals = torch.zeros(5 + grid.world.size, dtype=torch.float64, device=grid.device)
         totals[0] = local_squared_norm(engine.optimizer.shards, grid.device)
         if grid.tp.rank == 0:
-            totals[1] = loss
-        totals[2:4] = torch.tensor(astuple(news()))
-        totals[4 + grid.rank] = peak_memory_bytes(grid.device)
-        squared_norm, loss_sum, stop, save_failed, *peaks = all_reduce(totals, grid.world).tolist()
+            totals[1:3] = losses
+        totals[3:5] = torch.tensor(astuple(news()))
+        totals[5 + grid.rank] = peak_memory_bytes(grid.device)
+        squared_norm, loss, z_loss, *told = all_reduce(totals, grid.world).tolist()
+        stop, save_failed, *peaks = told
     valid_tokens = tokens.total()
     return StepResult(
-        loss=loss_sum / valid_tokens if valid_tokens else 0.0,
+        loss=loss / max(1, valid_tokens),
+        z_loss=z_loss / max(1, valid_tokens),
         grad_norm=squared_norm**0.5 / loss_scale,
         valid_tokens=valid_tokens,
         peak_memory_bytes=tuple(int(peak) for peak in peaks),
@@ -128,7 +132,7 @@ def drop_gradients(engine: Engine) -> None:
 
 
 def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
-    """Mean loss over the valid tokens of `steps` (global batches), without dropout.
+    """Mean cross-entropy over the valid tokens of `steps` (global batches), without dropout.
 
     None if they have no valid token. Collective over all ranks.
     """
@@ -138,9 +142,9 @@ def evaluate(engine: Engine, steps: Sequence[Sequence[Batch]]) -> float | None:
     for batches in steps:
         batches = _tokens_of_rank(batches, grid.cp)
         microbatches = _to_device(batches, engine, step=0, training=False)
-        loss = engine.executor.run(engine.evaluation, microbatches)
+        losses = engine.executor.run(engine.evaluation, microbatches)
         if grid.tp.rank == 0:
-            totals[0] += loss
+            totals[0] += losses[0]
         if speaks:
             totals[1] += sum(batch.valid_tokens for batch in batches)
     for stage in engine.executor.stages.values():

@@ -508,6 +508,13 @@ MISTAKES = {
     ),
     "weights of zero": override("data.weights=[0]", told=("data.weights=[0.0]", "larger than 0")),
     "empty path": override('data.paths=[""]', told=('data.paths[0]=""', "write a prefix")),
+    "masked id beyond the vocabulary": override(
+        "data.mask_token_ids=[0, 61]",
+        told=("data.mask_token_ids=[0, 61]", "has 61", "choose ids below 61"),
+    ),
+    "negative masked id": override(
+        "data.mask_token_ids=[-100]", told=("data.mask_token_ids", "greater than or equal to 0")
+    ),
     "path stated twice": override(
         'data.paths=["a", "a"]', told=('data.paths names "a" twice', "data.weights")
     ),

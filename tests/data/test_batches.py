@@ -40,6 +40,18 @@ def test_a_batch_has_tokens_and_the_next_tokens_as_labels():
         assert array.flags.writeable
 
 
+def test_labels_of_masked_ids_are_ignored_and_read_all_the_same():
+    sampler = Sampler(4, 2, 1)
+    (plain, *_), (masked, *_) = (
+        Loader(Counting(), sampler, 0, masked_ids=ids).step(0) for ids in ((), (3, 11))
+    )
+    assert np.array_equal(masked.tokens, plain.tokens)
+    hidden = (plain.labels == 3) | (plain.labels == 11)
+    assert hidden.any() and not hidden.all()
+    assert np.array_equal(masked.labels, np.where(hidden, IGNORE, plain.labels))
+    assert masked.valid_tokens == plain.valid_tokens - hidden.sum()
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_read_ahead_steps_are_the_same(prefetch):
     loader = Loader(Counting(13), Sampler(4, 1, 1), 0, prefetch=prefetch)

@@ -16,6 +16,7 @@ from megagrid.grid.grid import Axis
 from megagrid.grid.placement import Placement
 from megagrid.model.decoder import ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
+from megagrid.nn.context import Context
 from megagrid.nn.dropout import DropoutStreams
 from megagrid.plan.activations import layer_activations, stage_activations
 from tests.kept import Kept
@@ -30,7 +31,8 @@ def kept_on_rank(config: Config, planned: int) -> int:
     dtype = COMPUTE_DTYPES[config.train.precision]
     axis = dense.axis_of_all()
     kv = dense.neighbours(max(1, axis.size // config.model.num_kv_heads))
-    axes = ModelAxes(axis, kv, Axis.single("embedding"), config.parallel.sequence_parallel)
+    single = (Axis.single(name) for name in ("embedding", "cp"))
+    axes = ModelAxes(axis, kv, *single, config.parallel.sequence_parallel)
     stage = build_stage(config.model, StageShare(range(LAYERS), False, False), axes).to(dtype)
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -38,12 +40,14 @@ def kept_on_rank(config: Config, planned: int) -> int:
     received = torch.randn(stage.hidden_shape(B, S), dtype=dtype, requires_grad=True)
     streams = DropoutStreams(1, 1, torch.arange(B)) if config.model.dropout else None
     keys = stage._dropout_keys("0", streams)
-    rope = stage._rope(received) if stage.rotated else None
-    others = [tensor for tensor in (received, keys, rope) if tensor is not None]
+    places = stage._places(received)
+    rope = stage._rope(places.unsqueeze(1), dtype) if stage.rotated else None
+    context = Context(stage._share(places), rope, None)
+    others = [tensor for tensor in (received, keys, places, rope) if tensor is not None]
     with Kept([*stage.parameters(), *others]) as kept:
         x = received.clone()
         for layer in stage.layers.values():
-            x = layer(x, rope, keys)
+            x = layer(x, context, keys)
         edge = get_gradient_edge(x)
         del x
     # The threads of gloo let go of a message's tensors a moment after it.

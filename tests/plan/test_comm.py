@@ -204,6 +204,10 @@ CASES = [
     Case(tp=2, pp=2, keys=SP | recompute("full", 2)),
     Case(tp=2, pp=2, keys=SP | recompute("full") | schedule("ZBV", 2)),
     Case(tp=2, pp=2, keys=SP | recompute("selective") | schedule("ZB1P")),
+    Case(tp=2, keys={"train__loss_chunk_tokens": 7, "train__z_loss": 1e-3}),
+    Case(tp=2, pp=2, keys=SP | TIED | BF16 | {"train__loss_chunk_tokens": 16}),
+    Case(dp=2, keys=APART | {"train__loss_chunk_tokens": 8}),
+    Case(dp=2, keys=APART | KEPT | {"train__loss_chunk_tokens": 8}),
     # A unit that is gathered for its backward is so for what that computes again.
     Case(dp=2, keys=BF16 | recompute("full")),
     Case(dp=2, keys=recompute("full") | TWO_BLOCKS | KEEP_NORMS),

@@ -85,6 +85,20 @@ def test_a_step_is_the_mean_over_the_tokens_of_the_batch(family, micro):
     assert len(result.peak_memory_bytes) == 1
 
 
+def test_a_z_loss_is_told_apart_from_the_cross_entropy():
+    batch = whole_batch(valid=lambda sample: (sample * 11) % 32)
+    plain, engine = engine_of(), engine_of({"train": {"z_loss": 0.01}})
+    model = build_whole_model(engine.config.model, torch.float32, torch.device("cpu"))
+    for mine, theirs in zip(parameter_shards(model), engine.shards, strict=True):
+        mine.tensor.copy_(theirs.tensor)
+    log_z = model(torch.from_numpy(batch.tokens))[..., :VOCAB].logsumexp(dim=-1).t()
+    counted = log_z[torch.from_numpy(batch.labels) != IGNORE]
+    without, result = step(plain, batch), step(engine, batch)
+    assert result.z_loss == pytest.approx(0.01 * counted.square().mean().item(), rel=1e-5)
+    assert (result.loss, without.z_loss) == (without.loss, 0.0)
+    assert evaluate(engine, [cut(batch, 2)]) == evaluate(plain, [cut(batch, 2)])
+
+
 def tell_and_hear(placement: Placement, news: Mapping[int, News]) -> News:
     """A step in which ranks have news."""
     config = t0("unused", placement)
