@@ -1,7 +1,8 @@
 """What a layer keeps of a microbatch from its forward to its backward, in closed form. Pure.
 
-With n = s b tokens of a cp rank, and n' = n / t of them where sequence parallelism splits them, else n' = n; of
-a rank q, k columns of queries and of keys, a heads, f columns of the MLP; e bytes an element:
+With n = s b tokens of a cp rank; n' = n / t of them where sequence parallelism splits them, else
+n' = n; of a rank q, k columns of queries and of keys, a heads, f columns of the MLP; e bytes an
+element, r of a sum over elements:
 
     what                       bytes                     none  selective  full
     input                      e n' h                     x        x       x
@@ -25,8 +26,9 @@ in place of qkv, and three matrices of all pairs of tokens:
     attention                  4 e n q + (3 e a b + 1) s^2    x
 
 Documents and context parallelism have attention kernels of their own, whose tensors aren't counted:
-with them "none" is a lower bound. It is what torch 2.13 keeps, in `megagrid.nn`'s layers; Korthikanti et al. 2022 (arXiv 2205.05198,
-section 4) counts the same of a GPT whose masks are bytes.
+with them "none" is a lower bound. The rest is what torch 2.13 keeps of `megagrid.nn`'s layers, on a
+CPU or, with fused norms, on CUDA; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the
+same of a GPT whose masks are bytes.
 """
 
 from __future__ import annotations
