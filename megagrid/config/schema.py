@@ -172,6 +172,9 @@ class MemoryConfig(Section):
     input is kept ("full")."""
     recompute_interval: PositiveInt = 1
     """full: one of so many layers is recomputed, counted from the model's first."""
+    activation_offload: bool = False
+    """What layers keep for their backward goes to the host's memory meanwhile, beside what the
+    device computes."""
 
 
 class TrainConfig(Section):

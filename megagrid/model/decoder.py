@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,7 @@ from megagrid.nn.linear import (
 from megagrid.nn.loss import chunked_losses, token_losses
 from megagrid.nn.mlp import GeluMLP, SwiGLU
 from megagrid.nn.norm import LayerNorm, RMSNorm
+from megagrid.nn.offload import HostedForward, Lane
 from megagrid.nn.recompute import Recomputing, set_regions
 from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling, rotation
 from megagrid.nn.split_backward import LateWeightGradients, linear
@@ -168,10 +170,12 @@ class DecoderStage(nn.Module):
         norm, head: on the last stage; no head if it is tied and the embedding is here.
         z_loss: the coefficient.
         loss_chunk: tokens of which logits exist at a time; 0: all.
+        lane: to the host, where what layers keep goes; None: it stays.
     """
 
     z_loss: float = 0.0
     loss_chunk: int = 0
+    lane: Lane | None = None
 
     def __init__(
         self,
@@ -254,14 +258,28 @@ class DecoderStage(nn.Module):
             x = self._embed(x.t(), self._share(positions), share, streams)
         rope = self._rope(positions, x.dtype) if self.rotated and len(self.layers) else None
         context = Context(share, rope, documents)
-        for number, layer in self.layers.items():
-            x = layer(x, context, self._dropout_keys(number, streams))
+        x = self._through_layers(x, context, streams)
         if not self.share.is_last:
             return x
         x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         if labels is None:
             return self._head(x)
         return self._losses(x.flatten(0, 1), labels.t().reshape(-1))
+
+    def _through_layers(
+        self, x: Tensor, context: Context, streams: DropoutStreams | None
+    ) -> Tensor:
+        hosted = None
+        if self.lane is not None and torch.is_grad_enabled():
+            of_all = (x if x.is_leaf else None, context.places, context.rope, context.documents)
+            hosted = HostedForward(self.lane, [tensor for tensor in of_all if tensor is not None])
+        for number, layer in self.layers.items():
+            keys = self._dropout_keys(number, streams)
+            with hosted.layer(layer) if hosted else nullcontext():
+                x = layer(x, context, keys)
+        if hosted:
+            hosted.end()
+        return x
 
     def hidden_shape(self, batch: int, seq_length: int) -> tuple[int, int, int]:
         """Shape of what stages pass on for a microbatch of `batch` samples."""

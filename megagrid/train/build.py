@@ -26,6 +26,7 @@ from megagrid.model.zoo import build_stage
 from megagrid.nn.float8 import float8_multiply
 from megagrid.nn.init import initialise
 from megagrid.nn.layout import ParameterShard, parameter_shards
+from megagrid.nn.offload import Lane
 from megagrid.optim.optimizer import Optimizer, Peers, make_optimizer
 from megagrid.pipeline.executor import Executor
 from megagrid.pipeline.partition import stage_layers
@@ -167,6 +168,7 @@ def _build(
     """
     spread = Spread.of(config, grid)
     module.z_loss, module.loss_chunk = config.train.z_loss, config.train.loss_chunk_tokens
+    module.lane = Lane(grid.device) if config.memory.activation_offload else None
     module.recompute(config.memory.recompute, config.memory.recompute_interval)
     shard_stage(module, config, spread, grid.device)
     with fakes or nullcontext():

@@ -19,6 +19,8 @@ def recompute(kind: str, interval: int = 1) -> Keys:
     return (("memory.recompute", kind), ("memory.recompute_interval", interval))
 
 
+OFFLOAD = ("memory.activation_offload", True)
+
 KINDS = [recompute("none"), recompute("selective"), recompute("full"), recompute("full", 2)]
 
 ZBV = (schedule("ZBV"), ("parallel.virtual_pipeline_size", 2))
@@ -53,6 +55,28 @@ def test_recomputation_changes_no_bit(equivalence, variant, placement, keys):
     without, *others = equivalence.check(cases)
     for run in others:
         assert_same_bits(run, without)
+
+
+@pytest.mark.parametrize(
+    ("placement", "keys"),
+    [
+        (Placement(tp=2), (SP,)),
+        (Placement(cp=2), ()),
+        (Placement(pp=2), (schedule("ZB1P"),)),
+        (Placement(dp=2), (("parallel.blocks_per_unit", 2),)),
+        (Placement(tp=2, pp=2), (SP, *ZBV)),
+    ],
+    ids=lambda value: shape(value) if isinstance(value, Placement) else None,
+)
+def test_what_lies_on_the_host_meanwhile_changes_no_bit(equivalence, placement, keys):
+    """Whatever is recomputed of it; in bf16 too, where parameters are gathered."""
+    for variant in (LLAMA, GPT):
+        kinds = [KINDS[0], *((*kind, OFFLOAD) for kind in KINDS)]
+        without, *others = equivalence.check(
+            [Case(variant, placement, 2, (*keys, *kind)) for kind in kinds]
+        )
+        for run in others:
+            assert_same_bits(run, without)
 
 
 @pytest.mark.parametrize(
