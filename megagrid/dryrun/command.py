@@ -7,8 +7,9 @@ once, of what kinds, and all that it would communicate.
     megagrid dryrun RECIPE --microbatches 8    # of a step that has more: sooner, and the same peak
                                                # if they fill the pipeline
 
-Tensors count: their storages, on a CPU as torch computes there. What kernels take within
-themselves, an allocator's fragments, communicators' own buffers and a device's context come on top.
+Storages of tensors count, of the operators that torch runs on a CPU; CUDA has one kernel for an
+RMSNorm, which keeps less. What kernels take within themselves, an allocator's fragments,
+communicators' own buffers and a device's context come on top.
 """
 
 from __future__ import annotations

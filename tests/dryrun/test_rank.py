@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrid.config.rules import check
 from megagrid.dryrun.measure import Measurement, measure
 from megagrid.dryrun.rank import batches_of_zeros, dry_run
+from megagrid.dryrun.storages import LettingGo
 from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
 from megagrid.plan.comm import as_calls, step_communication
@@ -19,15 +17,6 @@ from megagrid.train.build import build_engine
 from tests.equivalence.case import Case, Variant
 
 LLAMA, GPT = Variant("llama"), Variant("gpt")
-
-
-class LettingGo(TorchDispatchMode):
-    """Gives gloo's threads the time to let go of a message's tensors, which they hold for some
-    microseconds beyond its end: nothing that a rank could count on, and other bytes each time."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        time.sleep(1e-4)
-        return func(*args, **(kwargs or {}))
 
 
 def measured(config, placement) -> Measurement:
