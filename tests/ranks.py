@@ -35,6 +35,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -435,6 +436,8 @@ def _state_restored():
     try:
         yield
     finally:
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()  # compiled code counts against a limit of its own
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)

@@ -122,6 +122,9 @@ class Ledger(TorchDispatchMode):
     Only the thread that entered it is watched, and the backward that it starts.
     """
 
+    supports_higher_order_operators = True
+    """Compiled code has some around attention that is computed again; none communicates."""
+
     def __init__(
         self,
         axes: Iterable[Axis],
@@ -135,12 +138,19 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the op, then count it."""
         result = func(*args, **(kwargs or {}))
+        if not isinstance(func, torch._ops.OpOverload):
+            return result
         op = OPS.get(func.namespace, {}).get(func._schema.name.partition("::")[2])
         if op is not None:
             names = (argument.name for argument in func._schema.arguments)
             values = dict(zip(names, args, strict=False)) | (kwargs or {}) | {"result": result}
             self._count(op, values)
         return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Watch what compiled code issues as it runs, rather than have it run uncompiled."""
+        return True
 
     def totals(self) -> dict[tuple[str, str], Traffic]:
         """Calls and bytes by (axis, collective), in order of axis and collective."""

@@ -167,7 +167,10 @@ def leave(x: Tensor, axis: Axis, *, sequence_parallel: bool = False) -> Tensor:
     """
     if axis.size == 1:
         return x
-    return (_LeaveSequence if sequence_parallel else _Leave).apply(x, axis)
+    if sequence_parallel:
+        return _LeaveSequence.apply(x, axis)
+    # torch.compile takes a function that changes its input only where it has a backward.
+    return _Leave.apply(x, axis) if torch.is_grad_enabled() else all_reduce(x, axis)
 
 
 def gather_sample(x: Tensor, axis: Axis) -> Tensor:

@@ -620,6 +620,16 @@ def rollback_has_checkpoints(config: Config) -> None:
             )
 
 
+def compiled_blocks_choose_what_they_keep(config: Config) -> None:
+    """A compiler that may recompute some of a block recomputes more of it than that."""
+    kind = config.memory.recompute
+    if config.train.compile and kind == "selective":
+        raise ConfigError(
+            'memory.recompute="selective" doesn\'t go with train.compile=true, where the compiler '
+            'chooses what is computed again; choose "none", which leaves it to it, or "full"'
+        )
+
+
 # --- Data and files ------------------------------------------------------------------------------
 
 
@@ -742,6 +752,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     final_decay_fits_the_run,
     optimizer_reads_its_keys,
     device_computes_the_precision,
+    compiled_blocks_choose_what_they_keep,
     recompute_interval_is_of_whole_layers,
     moments_can_be_rounded,
     float8_is_for_bf16,

@@ -206,6 +206,11 @@ class TrainConfig(Section):
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens of a microbatch whose logits exist at a time; 0: all. The gradient of the head's
     weight is then made with the loss, and kept from the last stage's forward to its backward."""
+    compile: bool = False
+    """Each block through torch.compile, without a break in its graph, once for all blocks of a
+    rank. On a CPU it needs a C++ compiler."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """What makes code of the graphs; aot_eager runs them as they are, to find a fault with."""
     device: str = "auto"
     """"auto": the accelerator if there is one, else cpu; or a device type by name."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 600.0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_GOLDEN_INVERSE = -1018231460777725123  # modulo 2^64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _LANES = 0x0000FFFF0000FFFF
@@ -61,7 +62,10 @@ def normal(stream: int, index: Tensor) -> Tensor:
 def keep(stream: Tensor, index: Tensor, probability: float) -> Tensor:
     """A boolean mask, true with `probability`, for streams (keys) broadcast against `index`."""
     threshold = round(probability * 2**31)
-    return _shift_right(bits(stream, index), 33) < threshold
+    # The same as bits(stream, index), but the key goes in first: a compiler takes what is computed
+    # from an arange alone for an index into memory, and an index for a number that never overflows.
+    word = mix((index + stream * _GOLDEN_INVERSE) * _GOLDEN)
+    return _shift_right(word, 33) < threshold
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:

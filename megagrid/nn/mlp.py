@@ -40,6 +40,13 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate_up
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # fuses it, and chooses what to keep, by itself
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate_up)
+
+
 class SwiGLU(Recomputing):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up as one product.
 
@@ -79,7 +86,7 @@ class SwiGLU(Recomputing):
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor] = no_norm) -> Tensor:
         """`norm`: what `x` goes through first; of one region with the layer that takes it."""
         gate_up = self.region(lambda x: self.gate_up(norm(x)), x)
-        return self.region(lambda gate_up: self.down(_SwiGLU.apply(gate_up)), gate_up)
+        return self.region(lambda gate_up: self.down(_swiglu(gate_up)), gate_up)
 
 
 class GeluMLP(Recomputing):

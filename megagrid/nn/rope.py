@@ -153,12 +153,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return out
+    halves = x.unflatten(-1, (2, -1))
+    first, second = halves.unbind(-2)
+    out = halves * cos.unsqueeze(-2)
+    out_first, out_second = out.unbind(-2)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return out.flatten(-2)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

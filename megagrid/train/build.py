@@ -21,6 +21,7 @@ from megagrid.data_parallel.sharding import (
 from megagrid.grid.grid import Axis, Grid
 from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
+from megagrid.model.compiled import compile_blocks
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.zoo import build_stage
 from megagrid.nn.float8 import float8_multiply
@@ -31,7 +32,7 @@ from megagrid.optim.optimizer import Optimizer, Peers, make_optimizer
 from megagrid.pipeline.executor import Executor
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import evaluation_program, training_program
-from megagrid.pipeline.schedules import Kind, Program
+from megagrid.pipeline.schedules import Program
 from megagrid.pipeline.stage import Stage
 from megagrid.plan.matrices import Holders
 
@@ -64,9 +65,7 @@ def build_engine(config: Config, grid: Grid, fakes: AbstractContextManager | Non
         fakes: a mode in which new tensors have no memory; weights are left unfilled then.
     """
     training = training_program(config, grid.placement)
-    is_split = any(
-        step.is_compute and step.action.kind is Kind.W for step in training.steps[grid.pp.rank]
-    )
+    is_split = training.splits_backward(grid.pp.rank)
     modules = _modules(config, grid, training)
     stages = {
         number: _build(config, grid, module, fakes, is_split=is_split)
@@ -170,6 +169,8 @@ def _build(
     module.z_loss, module.loss_chunk = config.train.z_loss, config.train.loss_chunk_tokens
     module.lane = Lane(grid.device) if config.memory.activation_offload else None
     module.recompute(config.memory.recompute, config.memory.recompute_interval)
+    if config.train.compile:
+        compile_blocks(module, config.train.compile_backend)
     shard_stage(module, config, spread, grid.device)
     with fakes or nullcontext():
         module.to_empty(device="cpu" if config.memory.cpu_offload else grid.device)

@@ -1,4 +1,5 @@
-"""What ends a run from outside, each in one line: memory that is too small, peers that are gone.
+"""What ends a run from outside, each in one line: memory that is too small, peers that are gone, a
+compiler that isn't there.
 
 Any other fault is one of the program and keeps its traceback.
 """
@@ -124,7 +125,29 @@ def _axis(error: BaseException) -> str | None:
     return None
 
 
-# --- Both ----------------------------------------------------------------------------------------
+# --- Compilers -----------------------------------------------------------------------------------
+
+_NO_COMPILER = {
+    "InvalidCxxCompiler": "install g++, or name a compiler by CXX",
+    "CppCompileError": "mend the C++ compiler, or name another by CXX",
+    "TritonMissing": "install triton",
+    "GPUTooOldForTriton": "use a newer device",
+}
+"""Errors of torch's inductor that the machine is to blame for, and what helps."""
+
+
+def _missing_compiler(error: BaseException) -> str | None:
+    """What train.compile=true lacks here, with a remedy; None if it is something else."""
+    for cause in (error, getattr(error, "inner_exception", None)):
+        if remedy := _NO_COMPILER.get(type(cause).__name__):
+            return (
+                f"train.compile=true: {str(cause).splitlines()[0]}; {remedy}, or set "
+                "train.compile=false"
+            )
+    return None
+
+
+# --- All -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -133,6 +156,7 @@ def told_in_a_line(config: Config, environment: RankEnvironment) -> Iterator[Non
 
     Raises:
         MegagridError: there wasn't enough memory.
+        ConfigError: there is no compiler for what is to be compiled.
         PeerError: another rank is gone.
     """
     try:
@@ -143,6 +167,8 @@ def told_in_a_line(config: Config, environment: RankEnvironment) -> Iterator[Non
         if _is_out_of_memory(error):
             device = _device_of(error)
             raise MegagridError(_out_of_memory(config, who, device, error)) from error
+        if missing := _missing_compiler(error):
+            raise ConfigError(missing) from error
         if environment.world_size > 1 and is_lost_peer(error):
             raise PeerError(_lost_peer(who, error)) from error
         raise

@@ -493,6 +493,11 @@ MISTAKES = {
         "train.device=mps",
         told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
     ),
+    "selective recomputation of compiled blocks": override(
+        "train.compile=true",
+        "memory.recompute=selective",
+        told=('memory.recompute="selective"', "train.compile=true", 'choose "none"', 'or "full"'),
+    ),
     # --- Memory
     "unknown kind of recomputation": override(
         "memory.recompute=half", told=("memory.recompute", "'none', 'selective' or 'full'")

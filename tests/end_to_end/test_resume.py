@@ -171,3 +171,17 @@ def test_a_finished_run_has_nothing_left_to_do(trainer):
     assert (again.folder / "metrics.jsonl").read_bytes() == before
     assert "at step 8" in again.ranks[0].output
     assert again.ranks[1].output == ""
+
+
+def test_a_compiled_run_is_resumed_uncompiled_on_another_grid_and_back(trainer):
+    """Names, states and numbers are the same."""
+    compiled = {"train": {"compile": True, "compile_backend": "aot_eager"}}
+    reference = trainer.reference()
+    first = trainer.train(TP2, compiled, HALF_WAY)
+    assert_parity(first.records, reference.records)
+    assert first.tensors(8).keys() == reference.tensors(8).keys()
+    for training in (
+        trainer.resume(first, DP2),
+        trainer.resume(reference, TP2, compiled),
+    ):
+        assert_parity(training.records, reference.records)

@@ -99,3 +99,10 @@ def test_streams_of_a_batch_are_those_of_its_samples():
     both = hashing.bits(streams.view(2, 1), INDEX[:100])
     for row, stream in zip(both, streams, strict=True):
         assert torch.equal(row, hashing.bits(int(stream), INDEX[:100]))
+
+
+def test_what_is_kept_depends_on_the_bits_alone():
+    streams = torch.tensor([hashing.key("a"), hashing.key("b")]).view(2, 1)
+    highest = hashing.bits(streams, INDEX).double() % 2.0**64 / 2.0**64
+    sure = (highest - 0.25).abs() > 1e-9  # doubles round the last bits away
+    assert torch.equal(hashing.keep(streams, INDEX, 0.25)[sure], (highest < 0.25)[sure])

@@ -121,6 +121,7 @@ PREFETCH = {"parallel__forward_prefetch": 2, "parallel__backward_prefetch": 3}
 OFFLOAD = {"memory__cpu_offload": True}
 DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
 MUON = {"optimizer__name": "muon"}
+COMPILED = {"train__compile": True, "train__compile_backend": "aot_eager"}
 QWEN = {"model__qkv_bias": True, "model__qk_norm": True}
 
 
@@ -163,6 +164,9 @@ CASES = [
     Case(tp=2, dp=2, family="gpt", keys=SP | BF16),
     Case(tp=2, pp=2, dp=2, family="gpt", keys=SP | TIED | strategy("NO_SHARD")),
     Case(tp=4, pp=2, keys=SP | TIED | {"model__num_kv_heads": 1}),
+    Case(tp=2, dp=2, keys=SP | COMPILED),
+    Case(tp=2, keys=SP | COMPILED | {"memory__recompute": "full"}),
+    Case(tp=2, pp=2, family="gpt", keys=TIED | COMPILED),
     Case(tp=2, keys=QWEN),
     Case(tp=4, pp=2, keys=QWEN | SP),
     Case(tp=2, dp=2, keys=QWEN | BF16),

@@ -103,6 +103,34 @@ def test_states_of_a_rank_must_fit_into_its_device(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
+# Compilers
+
+
+def compile_without_a_compiler() -> str:
+    """What is told of it."""
+    import torch._inductor.config as settings
+
+    compiled = torch.compile(torch.nn.functional.silu)
+    config = t0("unused", Placement(), {"train": {"compile": True}})
+    try:
+        with (
+            settings.patch({"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}),
+            told_in_a_line(config, RankEnvironment()),
+        ):
+            compiled(torch.ones(8))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_machine_without_a_compiler_is_told_with_key_and_remedies(ranks):
+    (told,) = ranks.run(compile_without_a_compiler, world_size=1)
+    assert told.startswith("train.compile=true: No working C++ compiler found in ")
+    assert told.endswith("install g++, or name a compiler by CXX, or set train.compile=false")
+    assert "\n" not in told
+
+
+# ------------------------------------------------------------------------------------------------
 # Peers
 
 

@@ -117,6 +117,10 @@ class Program(Pipeline):
         """The compute actions of a rank, in order."""
         return tuple(step.action for step in self.steps[rank] if step.is_compute)
 
+    def splits_backward(self, rank: int) -> bool:
+        """Whether the rank computes weight gradients apart from the inputs'."""
+        return any(action.kind is Kind.W for action in self.compute_order(rank))
+
     def last_gradient(self, stage: int) -> Action | None:
         """The B or W after which a stage's weight gradients are complete; None in an evaluation.
 

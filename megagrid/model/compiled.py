@@ -1,0 +1,29 @@
+"""torch.compile of a stage's blocks.
+
+    Block.forward, of all layers          a graph for training, one for evaluation
+    ------------------------------        --------------------------------------------------------
+    enter, matrices, attention, …   ->    inputs, parameters and dropout keys in, no constants of a
+    leave, …                              layer, a step or a sample; collectives are nodes of it
+
+What differs between calls must be a tensor, and what differs between layers a parameter: anything
+else would be compiled anew, again and again. Embedding, head and loss are left as they are, so is
+what passes between ranks of the pipeline. fully_shard comes after it: its hooks lie outside.
+
+What a block keeps for its backward is the compiler's choice: what is cheap it computes again.
+"""
+
+from __future__ import annotations
+
+from megagrid.model.decoder import DecoderStage
+
+
+def compile_blocks(stage: DecoderStage, backend: str) -> None:
+    """Compile each block of `stage` when it is first called; names and parameters stay.
+
+    Args:
+        backend: as torch.compile knows it.
+    """
+    for block in stage.layers.values():
+        # A break in the graph is an error rather than a slow path that nobody sees. Shapes are the
+        # same in every call of a run.
+        block.compile(backend=backend, fullgraph=True, dynamic=False)

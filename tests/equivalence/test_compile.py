@@ -1,0 +1,89 @@
+"""Compiled blocks compute what they did, as one graph for all layers, microbatches and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megagrid.grid.placement import Placement
+from megagrid.train.build import Engine
+from megagrid.train.step import evaluate
+from tests.equivalence.case import SP, Case, Keys, Variant, strategy
+from tests.equivalence.trainer import batches_of
+
+LLAMA = Variant("llama", steps=3)
+GPT = Variant("gpt", steps=3).having(("model.dropout", 0.3), ("model.attention_dropout", 0.2))
+COMPILED: Keys = (("train.compile", True),)
+TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
+"""Traced as for inductor, which takes longer to make code."""
+RECOMPUTED = ("memory.recompute", "full")
+
+
+@contextmanager
+def compiled_once(engine: Engine) -> Iterator[None]:
+    """One graph for three steps of all layers and microbatches, and one more for evaluations."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert counters["stats"]["unique_graphs"] == 1
+    for step in (8, 9):
+        assert evaluate(engine, [batches_of(engine, step)]) > 0
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def case(variant: Variant, placement: Placement, *keys: tuple[str, object]) -> Case:
+    return Case(variant, placement, 8 // (2 * placement.dp), keys)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case(LLAMA, Placement()), case(GPT, Placement())],
+        [case(variant, Placement(tp=2), *keys) for variant in (LLAMA, GPT) for keys in ((), (SP,))],
+        [case(variant, Placement(pp=2)) for variant in (LLAMA, GPT)],
+        [
+            case(LLAMA, Placement(tp=2), SP, RECOMPUTED),
+            case(GPT, Placement(tp=2), RECOMPUTED),
+        ],
+        [
+            case(LLAMA, Placement(dp=2), strategy("FULL_SHARD")),
+            case(GPT, Placement(dp=2), strategy("SHARD_GRAD_OP"), ("parallel.blocks_per_unit", 2)),
+        ],
+        [case(LLAMA, Placement(tp=2, dp=2), SP), case(GPT, Placement(tp=2, pp=2), SP)],
+    ],
+    ids=["alone", "tp", "pp", "recompute", "dp", "two axes"],
+)
+def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
+    equivalence.check(
+        [replace(case, keys=(*case.keys, *TRACED)) for case in cases], under=compiled_once
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "placement", "keys"),
+    [(GPT, Placement(tp=2), (SP,)), (LLAMA, Placement(dp=2), ())],
+    ids=["gpt-tp2-sp", "llama-dp2"],
+)
+def test_generated_code_changes_nothing(equivalence, variant, placement, keys):
+    """Among it the masks of dropout, whose integers overflow."""
+    equivalence.check([case(variant, placement, *keys, *COMPILED)], under=compiled_once)
+
+
+@pytest.mark.gpu
+def test_generated_code_of_an_accelerator_drops_the_same():
+    from megagrid.nn.dropout import DropoutStreams, dropout
+
+    device = torch.accelerator.current_accelerator()
+    keys = DropoutStreams(1, 2, torch.arange(4)).of("place")
+    x = torch.ones(64, 4, 128)
+    compiled = torch.compile(dropout, fullgraph=True)
+    assert torch.equal(
+        compiled(x.to(device), 0.3, keys.to(device), 7).cpu() > 0, dropout(x, 0.3, keys, 7) > 0
+    )
