@@ -630,6 +630,21 @@ def compiled_blocks_choose_what_they_keep(config: Config) -> None:
         )
 
 
+def compiled_blocks_are_whole_and_alone(config: Config) -> None:
+    """What reaches into a block, or waits for others in its midst, isn't traced as one graph."""
+    cp = config.parallel.context_parallel_size
+    for key, is_asked_for, remedy in (
+        (f"parallel.context_parallel_size={cp}", cp > 1, "1"),
+        ("data.document_mask=true", config.data.document_mask, "false"),
+        ("memory.activation_offload=true", config.memory.activation_offload, "false"),
+    ):
+        if config.train.compile and is_asked_for:
+            raise ConfigError(
+                f"{key} doesn't go with train.compile=true; set it to {remedy}, or "
+                "train.compile=false"
+            )
+
+
 # --- Data and files ------------------------------------------------------------------------------
 
 
@@ -753,6 +768,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     optimizer_reads_its_keys,
     device_computes_the_precision,
     compiled_blocks_choose_what_they_keep,
+    compiled_blocks_are_whole_and_alone,
     recompute_interval_is_of_whole_layers,
     moments_can_be_rounded,
     float8_is_for_bf16,

@@ -498,6 +498,21 @@ MISTAKES = {
         "memory.recompute=selective",
         told=('memory.recompute="selective"', "train.compile=true", 'choose "none"', 'or "full"'),
     ),
+    "compiled attention over a split sample": override(
+        "train.compile=true",
+        "parallel.context_parallel_size=2",
+        told=("parallel.context_parallel_size=2", "train.compile=true", "set it to 1, or"),
+    ),
+    "compiled attention over documents": override(
+        "train.compile=true",
+        "data.document_mask=true",
+        told=("data.document_mask=true", "train.compile=true", "set it to false, or"),
+    ),
+    "compiled blocks whose activations are moved": override(
+        "train.compile=true",
+        "memory.activation_offload=true",
+        told=("memory.activation_offload=true", "train.compile=true", "set it to false, or"),
+    ),
     # --- Memory
     "unknown kind of recomputation": override(
         "memory.recompute=half", told=("memory.recompute", "'none', 'selective' or 'full'")
