@@ -494,6 +494,22 @@ def final_decay_fits_the_run(config: Config) -> None:
         )
 
 
+def width_scaling_is_adams(config: Config) -> None:
+    """muP scales learning rates as Adam needs it, from the base width on."""
+    model, optimizer = config.model, config.optimizer
+    width, head_dim = model.mup_base_width, model.mup_base_head_dim
+    if width is None and head_dim is not None:
+        raise ConfigError(
+            f"model.mup_base_head_dim={head_dim} isn't read without model.mup_base_width; state "
+            "that too, or leave it out"
+        )
+    if width is not None and optimizer.name != "adamw":
+        raise ConfigError(
+            f"model.mup_base_width={width} scales learning rates for Adam, not for "
+            f'optimizer.name="{optimizer.name}"; choose "adamw", or leave it out'
+        )
+
+
 def optimizer_reads_its_keys(config: Config) -> None:
     """A key of another optimizer, stated, would look as if it were in use."""
     optimizer = config.optimizer
@@ -765,6 +781,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     schedule_can_be_written_down,
     run_has_one_length,
     final_decay_fits_the_run,
+    width_scaling_is_adams,
     optimizer_reads_its_keys,
     device_computes_the_precision,
     compiled_blocks_choose_what_they_keep,

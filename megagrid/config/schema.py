@@ -97,6 +97,11 @@ class ModelConfig(Section):
     """On the attention probabilities (gpt)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; residual projections are divided by sqrt(2 L)."""
+    mup_base_width: PositiveInt | None = None
+    """The hidden_size at which init_std and the learning rate were found; at others muP scales them
+    (Yang et al. 2022), see `megagrid.model.width`. None: nothing is scaled."""
+    mup_base_head_dim: PositiveInt | None = None
+    """The head_dim of that model, if this one's differs."""
     make_vocab_size_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times tensor_parallel_size."""
 

@@ -296,6 +296,11 @@ def config_of(
     Raises:
         CheckpointError: no family computes what the model does.
     """
+    if model.mup_base_width is not None:
+        raise CheckpointError(
+            f"no model of transformers has the multipliers of model.mup_base_width="
+            f"{model.mup_base_width}"
+        )
     former = former or {}
     ids = {key: value for key, value in former.items() if key.endswith("_token_id")}
     families = sorted(FAMILIES, key=lambda f: f.model_type != former.get("model_type"))

@@ -25,6 +25,7 @@ from megagrid.comm import regions
 from megagrid.config.schema import ModelConfig
 from megagrid.grid import zigzag
 from megagrid.grid.grid import Axis
+from megagrid.model.width import width_scaling
 from megagrid.nn.attention import Attention
 from megagrid.nn.context import Context, tokens_of
 from megagrid.nn.dropout import DropoutStreams, dropout
@@ -113,8 +114,9 @@ class Block(Recomputing):
         self.dropout = model.dropout
         self.axes = axes
         # Residual branches add up 2 L times; scaled so, the sum keeps its variance (GPT-2).
-        init = Init(std=model.init_std)
-        out_init = Init(std=model.init_std / math.sqrt(2 * model.num_layers))
+        scaling = width_scaling(model)
+        std = model.init_std * scaling.hidden_std
+        init, out_init = Init(std=std), Init(std=std / math.sqrt(2 * model.num_layers))
         common = {"sequence_parallel": axes.sequence_parallel}
         linear = {"bias": architecture.bias, "init": init, "out_init": out_init, **common}
         norm = {"eps": model.norm_eps, **common}
@@ -133,6 +135,7 @@ class Block(Recomputing):
             dropout=model.attention_dropout,
             qkv_bias=model.qkv_bias,
             qk_norm_eps=model.norm_eps if model.qk_norm else None,
+            query_scale=scaling.queries,
             **linear,
         )
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
@@ -261,7 +264,10 @@ class DecoderStage(nn.Module):
         x = self._through_layers(x, context, streams)
         if not self.share.is_last:
             return x
-        x = regions.enter(self.norm(x), self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
+        x = self.norm(x)
+        if (scale := width_scaling(self.model).logits) != 1.0:
+            x = x * scale
+        x = regions.enter(x, self.axes.tp, sequence_parallel=self.axes.sequence_parallel)
         if labels is None:
             return self._head(x)
         return self._losses(x.flatten(0, 1), labels.t().reshape(-1))

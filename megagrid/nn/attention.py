@@ -40,6 +40,7 @@ class Attention(Recomputing):
         bias: of all four projections.
         qkv_bias: of the first three even without it.
         qk_norm_eps: queries and keys are normalised head by head, with this eps; None: they aren't.
+        query_scale: what queries are multiplied by beside the 1 / sqrt(d).
 
     Shape: (s, b, h) -> same; (s / axis.size, b, h) -> same with `sequence_parallel`. Of a sample of
     S tokens s is S / cp_axis.size.
@@ -63,6 +64,7 @@ class Attention(Recomputing):
         sequence_parallel: bool,
         qkv_bias: bool = False,
         qk_norm_eps: float | None = None,
+        query_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.cp_axis = cp_axis
@@ -72,6 +74,7 @@ class Attention(Recomputing):
         self.kv_heads = num_kv_heads * kv_axis.size // axis.size
         self.first_head = axis.rank * self.heads
         self.dropout = dropout
+        self.query_scale = query_scale
         self.qkv = ColumnParallelLinear(
             hidden_size,
             [
@@ -123,6 +126,8 @@ class Attention(Recomputing):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         attend = partial(self._attend_here, documents=context.documents, dropout_keys=dropout_keys)
         y = context_parallel_attention(
             q, k, v, self.cp_axis, self.exchange, attend, context.documents

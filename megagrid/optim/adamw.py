@@ -15,30 +15,39 @@ STATE_DTYPES = {"bf16": torch.bfloat16}
 
 
 class AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019) with decayed and undecayed parameters apart."""
+    """Fused AdamW (Loshchilov & Hutter 2019) with decayed and undecayed parameters apart.
+
+    Args:
+        hidden_lr: factor of hidden matrices' learning rate, not of their decay.
+    """
 
     state_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, shards: Sequence[ParameterShard], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        config: OptimizerConfig,
+        hidden_lr: float = 1.0,
+    ) -> None:
         self.shards = shards
         # Leaves of their own over the shards' storage: what autograd and FSDP do to the parameters
         # doesn't concern the optimizer, nor its dispatch them.
         self._leaves = [nn.Parameter(shard.tensor) for shard in shards]
-        groups = [
-            {
-                "params": [
-                    leaf
-                    for leaf, shard in zip(self._leaves, shards, strict=True)
-                    if shard.decay is decay
-                ],
-                "weight_decay": config.weight_decay if decay else 0.0,
+        kinds = {
+            (decay, factor): {
+                "params": [],
+                "factor": factor,
+                "weight_decay": config.weight_decay / factor if decay else 0.0,
             }
             for decay in (True, False)
-        ]
+            for factor in (1.0, hidden_lr)
+        }
+        for leaf, shard in zip(self._leaves, shards, strict=True):
+            kinds[shard.decay, hidden_lr if shard.hidden else 1.0]["params"].append(leaf)
         if not shards:
             return  # a stage between the ends that has no layer
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [group for group in kinds.values() if group["params"]],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -68,7 +77,7 @@ class AdamW:
         if not self._leaves:
             return
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         if self._is_rounded:
             for leaf, shard in zip(self._leaves, self.shards, strict=True):
                 self._step_rounded(leaf, shard.grad)

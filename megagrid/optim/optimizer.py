@@ -68,17 +68,26 @@ class Peers:
 
 ALONE = Peers(Axis.single("stage"), Holders(), torch.device("cpu"))
 
-OPTIMIZERS: dict[str, Callable[[Sequence[ParameterShard], OptimizerConfig, Peers], Optimizer]] = {
-    "adamw": lambda shards, config, peers: AdamW(shards, config),
-    "sgd": lambda shards, config, peers: SGD(shards, config),
-    "muon": lambda shards, config, peers: Muon(
+Make = Callable[[Sequence[ParameterShard], OptimizerConfig, Peers, float], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda shards, config, peers, hidden_lr: AdamW(shards, config, hidden_lr),
+    "sgd": lambda shards, config, peers, hidden_lr: SGD(shards, config),
+    "muon": lambda shards, config, peers, hidden_lr: Muon(
         shards, config, peers.axis, peers.holders, peers.device
     ),
 }
 
 
 def make_optimizer(
-    shards: Sequence[ParameterShard], config: OptimizerConfig, peers: Peers = ALONE
+    shards: Sequence[ParameterShard],
+    config: OptimizerConfig,
+    peers: Peers = ALONE,
+    hidden_lr: float = 1.0,
 ) -> Optimizer:
-    """The recipe's optimizer of `shards`, by itself or, if it needs them, with its peers."""
-    return OPTIMIZERS[config.name](shards, config, peers)
+    """The recipe's optimizer of `shards`, by itself or, if it needs them, with its peers.
+
+    Args:
+        hidden_lr: factor of hidden matrices' learning rate; other than 1 for AdamW alone.
+    """
+    return OPTIMIZERS[config.name](shards, config, peers, hidden_lr)

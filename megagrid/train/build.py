@@ -23,6 +23,7 @@ from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
 from megagrid.model.compiled import compile_blocks
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
+from megagrid.model.width import width_scaling
 from megagrid.model.zoo import build_stage
 from megagrid.nn.float8 import float8_multiply
 from megagrid.nn.init import initialise
@@ -76,6 +77,7 @@ def build_engine(config: Config, grid: Grid, fakes: AbstractContextManager | Non
             [shard for stage in stages.values() for shard in stage.updated],
             config.optimizer,
             _peers(grid),
+            width_scaling(config.model).hidden_lr,
         )
     return Engine(
         config=config,

@@ -26,8 +26,10 @@ from megagrid.checkpoint.diff import model_order
 from megagrid.checkpoint.together import gather
 from megagrid.config.schema import Config
 from megagrid.data import Batch
+from megagrid.grid import zigzag
 from megagrid.grid.placement import AXES
 from megagrid.nn import hashing
+from megagrid.nn.context import tokens_of
 from megagrid.nn.layout import ParameterShard, Piece
 from megagrid.optim.clip import clip_factor
 from megagrid.pipeline.schedules import Action, Kind
@@ -216,6 +218,9 @@ class StepDigest:
             index = ids.unsqueeze(1) * batch.tokens.shape[1] + torch.arange(batch.tokens.shape[1])
             self._add("data", "tokens", torch.from_numpy(batch.tokens), index)
             self._add("data", "labels", torch.from_numpy(batch.labels), index)
+            for name in ("documents", "positions"):
+                if (values := getattr(batch, name)) is not None:
+                    self._add("data", name, torch.from_numpy(values), index)
 
     def _hook(self, place: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -238,7 +243,7 @@ class StepDigest:
             return
         batch = self._batches[number]
         length = batch.tokens.shape[1]
-        positions = torch.arange(length, device=x.device)
+        positions = tokens_of(zigzag.spans(length, grid.cp.size, grid.cp.rank), x.device)
         if is_share:
             positions = positions.chunk(grid.tp.size)[grid.tp.rank]
         ids = torch.from_numpy(batch.sample_ids).to(x.device)

@@ -473,6 +473,14 @@ MISTAKES = {
         "lr_schedule.decay_steps=9",
         told=("lr_schedule.decay_steps=9", "last step is 8", "choose at most 8"),
     ),
+    "muP without AdamW": override(
+        "model.mup_base_width=64",
+        "optimizer.name=sgd",
+        told=("model.mup_base_width=64", 'optimizer.name="sgd"', 'choose "adamw"'),
+    ),
+    "muP's head_dim alone": override(
+        "model.mup_base_head_dim=8", told=("model.mup_base_head_dim=8", "model.mup_base_width")
+    ),
     "key of another optimizer": override(
         "optimizer.name=sgd",
         "optimizer.beta1=0.8",

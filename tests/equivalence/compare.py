@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from megagrid.model.width import width_scaling
 from tests.equivalence.case import Case, Variant
 from tests.equivalence.tolerance import (
     DEVIATIONS,
@@ -103,7 +104,9 @@ class Equivalence:
         loss, grad_norm, gradients, muon = self._tolerances(replace(variant, steps=steps))
         run = self.one_process(variant)
         u = UNIT_ROUNDOFF["fp64" if variant.precision == "fp64" else "fp32"]
-        updated = update_bounds(run, gradients, muon, whole_batch(variant).config.optimizer, u)
+        config = whole_batch(variant).config
+        hidden_lr = width_scaling(config.model).hidden_lr
+        updated = update_bounds(run, gradients, muon, config.optimizer, u, hidden_lr)
         return Reference(run, loss, grad_norm, gradients, updated)
 
     def _measured_tolerances(self, variant: Variant) -> tuple[float, float, Model, Model]:

@@ -19,7 +19,10 @@ LLAMA, GPT = Variant("llama", steps=3), Variant("gpt", steps=3)
 
 MUON = (("optimizer.name", "muon"), ("optimizer.adamw_lr", 2e-3))
 
+MUP = (("model.mup_base_width", 8), ("model.mup_base_head_dim", 2))
+
 OPTIMIZERS = {
+    "muP": MUP,
     "adamw with rounded moments": (("optimizer.state_dtype", "bf16"),),
     "muon": MUON,
     "muon as first published": (
@@ -45,6 +48,7 @@ def grids(variant: Variant) -> dict[int, list[Case]]:
             Case(variant, Placement(tp=2), 4, (SP,)),
             Case(variant, Placement(dp=2), 2),
             Case(variant, Placement(dp=2), 4, (strategy("NO_SHARD"),)),
+            Case(variant, Placement(cp=2), 4),
             Case(tied, Placement(pp=2), 4),
         ],
         4: [
@@ -83,7 +87,7 @@ def test_an_update_that_is_a_thousandth_off_is_found(equivalence):
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT], ids=str)
-@pytest.mark.parametrize("name", ["sgd", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "muon", "muP"])
 def test_updates_agree_in_float64_to_its_roundings(equivalence, name, family):
     variant = replace(family, precision="fp64").having(*OPTIMIZERS[name])
     equivalence.check([Case(variant, Placement(tp=2, dp=2), 4, (SP,))])

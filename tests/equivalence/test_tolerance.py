@@ -66,7 +66,7 @@ def test_update_bound_contains_the_update_of_every_gradient_within_its_bound(gra
         return config.lr * scale * g / (np.abs(scale * g) + config.eps)
 
     run = run_of(gradient, weight=0.0)
-    (found,) = update_bounds(run, {"w": np.array([bound])}, config, u=0.0)["w"]
+    (found,) = update_bounds(run, {"w": np.array([bound])}, {}, config, u=0.0)["w"]
     others = gradient + bound * np.linspace(-1, 1, 1001)
     farthest = np.abs(update(others) - update(np.array(gradient))).max()
     assert farthest * (1 - 1e-5) <= found + 1e-18  # float64's own rounding of the two updates

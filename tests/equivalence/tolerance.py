@@ -130,18 +130,29 @@ def muon_updates(gradients: Model, config: OptimizerConfig) -> Model:
     return {
         name: orthogonal(torch.from_numpy(gradient), config.muon_steps).numpy()
         for name, gradient in gradients.items()
-        if config.name == "muon" and name.startswith("layers.") and gradient.ndim == 2
+        if config.name == "muon" and is_hidden(name, gradient)
     }
 
 
+def is_hidden(name: str, values: np.ndarray) -> bool:
+    """Whether it is a matrix from hidden units to hidden units."""
+    return name.startswith("layers.") and values.ndim == 2
+
+
 def update_bounds(
-    run: Run, gradient_bounds: Model, muon_bounds: Model, config: OptimizerConfig, u: float
+    run: Run,
+    gradient_bounds: Model,
+    muon_bounds: Model,
+    config: OptimizerConfig,
+    u: float,
+    hidden_lr: float = 1.0,
 ) -> Model:
     """How far weights after the first step may be from the run's, elementwise.
 
     Args:
         muon_bounds: of `muon_updates`.
         u: unit roundoff of the weights and moments.
+        hidden_lr: factor of hidden matrices' learning rate.
     """
     norm = run.grad_norms[0]
     lr = config.adamw_lr or config.lr
@@ -155,7 +166,8 @@ def update_bounds(
             step = config.lr * SCALES[config.muon_scale](*gradient.shape)
             step = step * (muon_bounds[name] + 12 * u)
         else:
-            step = lr * REACHES[config.name](clipped, d, config, u)
+            factor = hidden_lr if is_hidden(name, gradient) else 1.0
+            step = factor * lr * REACHES[config.name](clipped, d, config, u)
         bounds[name] = step + 4 * u * np.abs(run.initial[name])
     return bounds
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +75,23 @@ def test_decay_moves_decayed_weights_by_lr_times_decay_times_weight():
     (matrix, norm), (decayed, undecayed) = results
     assert torch.equal(norm, undecayed)
     torch.testing.assert_close(matrix - decayed, 1e-2 * 0.5 * before, rtol=0, atol=1e-7)
+
+
+def test_hidden_matrices_have_a_rate_of_their_own_and_no_decay_of_their_own():
+    results = []
+    for is_hidden, hidden_lr, decay in product((False, True), (1.0, 0.25), (0.0, 0.5)):
+        one = shard(1, 4, 3)
+        one = replace(one, layout=replace(one.layout, hidden=is_hidden))
+        before = one.tensor.clone()
+        give_gradients([one], 1)
+        config = CONFIG.model_copy(update={"weight_decay": decay})
+        AdamW([one], config, hidden_lr).step(1e-2)
+        results.append(before - one.tensor)
+    plain, decayed, *others = results
+    hidden, hidden_decayed = others[-2:]
+    assert torch.equal(others[0], plain) and torch.equal(others[2], plain)
+    torch.testing.assert_close(hidden, 0.25 * plain, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(hidden_decayed - hidden, decayed - plain, rtol=1e-4, atol=1e-7)
 
 
 def test_gradients_are_dropped_after_a_step():

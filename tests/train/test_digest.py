@@ -73,6 +73,8 @@ CASES = [
     Case(LLAMA, Placement(tp=4), 8, (SP,)),
     Case(DROPOUT, Placement(tp=2, pp=2), 2, (SP,)),
     Case(LLAMA, Placement(pp=2, dp=2), 2),
+    Case(LLAMA, Placement(cp=2), 4),
+    Case(LLAMA, Placement(cp=2, tp=2), 4, (SP,)),
 ]
 
 
