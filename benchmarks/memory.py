@@ -65,6 +65,7 @@ LEVERS = (
     Lever("recompute selective", ('memory.recompute="selective"',)),
     Lever("recompute full", ('memory.recompute="full"',)),
     Lever("… every 2nd layer", ('memory.recompute="full"', "memory.recompute_interval=2")),
+    Lever("loss of 256 tokens at a time", ("train.loss_chunk_tokens=256",)),
     Lever("bf16", ('train.precision="bf16"',)),
     Lever("bf16 states", ('optimizer.state_dtype="bf16"',)),
     Lever("SGD", ('optimizer.name="sgd"',)),

@@ -13,6 +13,8 @@ A rank goes through its actions, one after the other. At the height of one it ho
 
         last norm               e n' h + its own + e n h     input, output
         loss                    r n V                        the probabilities, V columns of a rank
+        … in chunks of c        e n h + r V h                its gradients, made along with it;
+                                                             r c V come and go in the forward
 
     temporary                   the larger one of two moments of a backward, less what has been let
                                 go of until then:
@@ -161,17 +163,15 @@ class _Rank:
         units = self.units(stage)
         rest = sum(self._gathered(unit) for unit in units if unit.name == REST)
         layers = sorted((self._gathered(u) for u in units if u.name != REST), reverse=True)
+        everything = sum(self._gathered(u) for s in self.stages for u in self.units(s))
         ahead = self.config.parallel.backward_prefetch
-        for work in ("", "loss", "mlp") if backward else ("",):
-            gathered, buffer = rest, 0 if work else rest
-            if work and layers:
-                gathered += sum(layers[: ahead + (work == "mlp")])
-                buffer = layers[0]
+        for work in ("", "loss", "mlp") if backward else ("", "chunk"):
+            # What is prefetched lies in the buffer of its message until it is needed.
+            gathered, buffer = rest, sum(layers[:ahead]) if work else rest
+            if work == "mlp":
+                gathered += sum(layers[:1])
             if self.sharding.hold:
-                gathered, buffer = (
-                    sum(self._gathered(u) for s in self.stages for u in self.units(s)),
-                    0,
-                )
+                gathered, buffer = everything, 0
             yield {
                 "gathered_parameters": gathered,
                 "temporary": self.temporary(stage, work),
@@ -195,12 +195,16 @@ class _Rank:
         return kept
 
     def _kept_at_the_end(self, stage: int) -> tuple[int, int]:
-        """Of the last norm, and of the loss, if they are in `stage`."""
+        """Of the last norm, and of the loss, if they are in `stage`: the probabilities or, where it
+        is made in chunks, the gradients of its input and of the head."""
         if stage != self.program.num_stages - 1:
             return 0, 0
         rows = layer_activations(self.config, self.placement, "none", fused_norms=self.fused_norms)
-        norm = rows.get("input", 0) + (rows["norms' own"] + rows["norms' outputs"]) // 2
-        return norm, self.master * self.tokens * self.share.vocab_rows
+        norm = rows.get("input", 0) + rows["norms' own"] // 2
+        output, columns = rows["norms' outputs"] // 2, self.share.vocab_rows
+        if self.config.train.loss_chunk_tokens:
+            return norm, output + self.master * columns * self.config.model.hidden_size
+        return norm + output, self.master * self.tokens * self.share.vocab_rows
 
     @property
     def _keeps_inputs(self) -> bool:
@@ -219,19 +223,25 @@ class _Rank:
         k = model.num_kv_heads * self.share.kv_copies * model.head_dim // t
         columns = (h + q + 2 * k) + (q + h) + (h + up) + (f + h)
         kept = len(self.layers[stage]) * e * self.tokens * columns
-        if stage == self.program.num_stages - 1 and not model.tied_embeddings:
+        is_late = not model.tied_embeddings and not self.config.train.loss_chunk_tokens
+        if stage == self.program.num_stages - 1 and is_late:
             kept += e * self.tokens * (h + self.share.vocab_rows)
         return kept
 
     def temporary(self, stage: int, work: str) -> int:
-        """In a backward of `stage`, less what it has let go of: at the gradient of the loss, or at
-        the last layer's activation."""
+        """In an action of `stage`, less what it has let go of: at the gradient of the loss, or of
+        a chunk of it, or at the last layer's activation."""
         model, recompute = self.config.model, self.config.memory.recompute
         e, n, h = self.element, self.tokens, model.hidden_size
         norm, loss = self._kept_at_the_end(stage)
+        columns, chunk = self.share.vocab_rows, self.config.train.loss_chunk_tokens
+        narrow = e if e < self.master else 0
+        if work == "chunk":
+            return (self.master + narrow) * min(chunk, n) * columns if loss else 0
+        if work == "loss" and loss and chunk:
+            return narrow * columns * h
         if work == "loss" and loss:
-            columns = self.share.vocab_rows
-            gradient = e * n * columns if e < self.master else 0
+            gradient = narrow * n * columns
             products = e * (n * h + columns * h)
             return max(gradient, gradient + products - (loss if gradient else 0))
         if work == "mlp" and self.layers[stage]:
