@@ -139,3 +139,33 @@ def test_bf16_computes_the_same_up_to_its_roundings(equivalence):
     variant = replace(LLAMA, precision="bf16", steps=3)
     ways = [HYBRID, ZERO1, (KEEP_NORMS,), (RESHARD,), (OFFLOAD,)]
     equivalence.check([Case(variant, Placement(dp=4), 1, keys) for keys in ways])
+
+
+def recompute(kind: str, interval: int = 1) -> Keys:
+    return (("memory.recompute", kind), ("memory.recompute_interval", interval))
+
+
+@pytest.mark.parametrize("placement", [Placement(dp=4), Placement(pp=2, dp=2)], ids=shape)
+def test_recomputed_units_are_gathered_as_others_are(equivalence, placement):
+    """Some layers of a unit run again in its backward, when it is whole."""
+    two_blocks = ("parallel.blocks_per_unit", 2)
+    ways: list[Keys] = [
+        (*HYBRID, *recompute("full"), two_blocks),
+        (*ZERO1, *recompute("selective"), OFFLOAD),
+        (KEEP_NORMS, *recompute("full", 2), two_blocks),
+        (("parallel.reshard_after_forward", False), *recompute("full", 2), two_blocks),
+    ]
+    equivalence.check([Case(LLAMA, placement, 1, keys) for keys in ways])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [HYBRID, ZERO1, (OFFLOAD,)], ids=["hybrid", "zero1", "offload"])
+def test_fp16_and_muon_train_alike_under_each_strategy(equivalence, keys):
+    """What scales, clips and exchanges gradients takes them as they are split."""
+    muon = (("optimizer.name", "muon"), ("optimizer.adamw_lr", 2e-3))
+    fp16 = replace(LLAMA, precision="fp16")
+    cases = [
+        Case(LLAMA.having(*muon), Placement(dp=4), 1, keys),
+        Case(fp16, Placement(dp=4), 1, keys),
+    ]
+    equivalence.check(cases)
