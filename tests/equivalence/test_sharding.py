@@ -134,6 +134,12 @@ def test_norm_counts_each_element_once_under_repeated_shards(equivalence, keys, 
     assert min(run.grad_norms) > 0.1, "nothing was clipped"
 
 
+def test_ranks_that_share_samples_shard_with_those_that_dont(equivalence):
+    """Over dp x cp: HYBRID_SHARD's pairs are those of a sample."""
+    ways = [HYBRID, ZERO1, (KEEP_NORMS, OFFLOAD), (RESHARD,)]
+    equivalence.check([Case(LLAMA, Placement(dp=2, cp=2), 2, keys) for keys in ways])
+
+
 @pytest.mark.slow
 def test_bf16_computes_the_same_up_to_its_roundings(equivalence):
     variant = replace(LLAMA, precision="bf16", steps=3)
