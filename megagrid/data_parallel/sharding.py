@@ -88,9 +88,12 @@ class Spread:
         """
         sharding = Sharding.of(config, grid.placement)
         everyone, alone = grid.dp_cp, Axis.single("dp_shard", grid.rank)
-        axes = {sharding.ranks: (everyone, Axis.single("dp_replicate", grid.rank))}
-        axes |= {1: (alone, everyone)} if sharding.ranks > 1 else {}
-        split, replicas = axes.get(sharding.split, (grid.dp_shard, grid.dp_replicate))
+        if sharding.split == sharding.ranks:
+            split, replicas = everyone, Axis.single("dp_replicate", grid.rank)
+        elif sharding.split == 1:
+            split, replicas = alone, everyone
+        else:
+            split, replicas = grid.dp_shard, grid.dp_replicate
         after = sharding.after_forward
         reshard = alone if isinstance(after, bool) else grid.dp_reshard
         assert split.size == sharding.split, "the grid is of another recipe"
