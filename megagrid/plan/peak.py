@@ -45,6 +45,7 @@ from megagrid.pipeline.program import training_program
 from megagrid.pipeline.schedules import Action, Kind, Program
 from megagrid.plan.activations import layer_activations, stage_activations
 from megagrid.plan.comm import COMPUTE_BYTES
+from megagrid.plan.flops import recomputed_layers
 from megagrid.plan.memory import persistent_bytes
 from megagrid.plan.parameters import MASTER_BYTES, ModelShare
 from megagrid.plan.units import REST, PlannedUnit, stage_units
@@ -231,7 +232,7 @@ class _Rank:
     def temporary(self, stage: int, work: str) -> int:
         """In an action of `stage`, less what it has let go of: at the gradient of the loss, or of
         a chunk of it, or at the last layer's activation."""
-        model, recompute = self.config.model, self.config.memory.recompute
+        model, memory = self.config.model, self.config.memory
         e, n, h = self.element, self.tokens, model.hidden_size
         norm, loss = self._kept_at_the_end(stage)
         columns, chunk = self.share.vocab_rows, self.config.train.loss_chunk_tokens
@@ -245,6 +246,9 @@ class _Rank:
             products = e * (n * h + columns * h)
             return max(gradient, gradient + products - (loss if gradient else 0))
         if work == "mlp" and self.layers[stage]:
+            last = self.layers[stage][-1:]
+            is_again = recomputed_layers(last, memory.recompute, memory.recompute_interval)
+            recompute = memory.recompute if is_again else "none"
             f = model.ffn_hidden_size // self.placement.tp
             none, kept = (
                 layer_activations(self.config, self.placement, kind, fused_norms=self.fused_norms)
