@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -134,13 +134,14 @@ def _read_overrides(overrides: Iterable[str]) -> Settings:
 
 
 def _parse(section: str, key: str, text: str) -> object:
-    """The value of an override: as in a recipe, or ``none``, or a string without its quotes."""
+    """The value of an override: as in a recipe, or a string without its quotes, or ``none``, which
+    clears a key unless it is one of its choices."""
     if not text:
         raise ConfigError(
             f'command line: {section}.{key}= has no value; write none to clear it, "" for no text'
         )
     if text == "none":
-        return None
+        return text if text in _choices(section, key) else None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond all sense
@@ -152,9 +153,14 @@ def _parse(section: str, key: str, text: str) -> object:
 
 def _is_text(section: str, key: str) -> bool:
     """Whether the key takes any string, so that ``run_dir=2024`` needs no quotes."""
+    return str in _choices(section, key)
+
+
+def _choices(section: str, key: str) -> tuple[object, ...]:
+    """The values of a key that has a few, else its types."""
     annotation = Config.model_fields[section].annotation.model_fields[key].annotation
-    choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return str in choices
+    is_one = not isinstance(annotation, UnionType) and get_origin(annotation) is not Literal
+    return (annotation,) if is_one else get_args(annotation)
 
 
 def _unknown(origin: str, section: str, key: str) -> ConfigError:

@@ -36,6 +36,8 @@ def path(tmp_path):
         ("parallel.layers_per_stage=[4]", [4]),
         ("logging.peak_tflops=none", None),
         ("train.steps=none", None),
+        ("memory.recompute=none", "none"),
+        ("model.rope_scaling=none", "none"),
         ('data.paths=["a", "b"]', ["a", "b"]),
         ("logging.run_dir=2024", "2024"),
         ("logging.wandb_name=2024-11-30", "2024-11-30"),
