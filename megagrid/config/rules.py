@@ -18,6 +18,9 @@ from megagrid.config.sharding import STRATEGIES, Sharding
 from megagrid.errors import ConfigError
 from megagrid.grid.placement import Placement
 
+DEVICES = ("cpu", "cuda", "hpu", "mlu", "mps", "mtia", "musa", "npu", "xpu")
+"""Types that torch has, or gets from a package of their makers."""
+
 NO_FP64_DEVICES = ("mps",)
 
 LLAMA_KEYS = {"qkv_bias": False, "qk_norm": False, "rope_scaling": "none"}
@@ -217,9 +220,13 @@ def context_parallel_splits_the_sequence(config: Config) -> None:
     unit = cp * math.lcm(2, shares)
     if cp > 1 and seq % unit:
         under = f" and parallel.tensor_parallel_size={tp}" if shares > 1 else ""
+        longest = config.model.max_seq_length
+        lengths = [length for length in _multiples_near(seq, unit) if length <= longest]
         raise ConfigError(
             f"train.seq_length={seq} must be a multiple of {unit} for parallel."
-            f"context_parallel_size={cp}{under}: choose {_choice(_multiples_near(seq, unit))}"
+            f"context_parallel_size={cp}{under}; choose "
+            + (f"{_choice(lengths)}, or " if lengths else "")
+            + "a smaller context_parallel_size"
         )
 
 
@@ -406,6 +413,18 @@ def units_are_smaller_than_the_model(config: Config) -> None:
         )
 
 
+def tied_table_stays_in_its_stage(config: Config) -> None:
+    """A table that is embedding and head of one stage is needed from its begin to its end."""
+    model, parallel = config.model, config.parallel
+    for key in ("wrap_embedding", "wrap_head"):
+        if getattr(parallel, key) and model.tied_embeddings and parallel.num_stages == 1:
+            raise ConfigError(
+                f"parallel.{key}=true has nothing to act on: under model.tied_embeddings=true the "
+                "one stage needs the table from begin to end; set it to false, or make two or more "
+                "stages"
+            )
+
+
 def unsharded_modules_exist(config: Config) -> None:
     """Each pattern names some of the model's modules, and together they leave something to split.
 
@@ -427,6 +446,13 @@ def unsharded_modules_exist(config: Config) -> None:
         if not any(matches(module, [pattern]) for module in modules):
             known = [*end_modules(model), *(f"layers.*.{module}" for module in of_layer)]
             near = suggest.closest(re.sub(r"\d+", "*", pattern), known)
+            last = model.num_layers - 1
+            layer = re.match(r"layers\.(\d+)\b", pattern)
+            if layer and int(layer[1]) > last:
+                raise ConfigError(
+                    f"parallel.unsharded_modules[{index}]={toml_value(pattern)} names no module: "
+                    f"layers end at {last} with model.num_layers={model.num_layers}"
+                )
             raise ConfigError(
                 f"parallel.unsharded_modules[{index}]={toml_value(pattern)} names no module; "
                 + (f"did you mean {toml_value(near)}? " if near else "")
@@ -532,6 +558,11 @@ def device_computes_the_precision(config: Config) -> None:
             f'train.device={toml_value(train.device)} must be "auto" or a device type, such as '
             '"cpu" or "cuda"; each rank takes the index of its own'
         )
+    if train.device not in ("auto", *DEVICES):
+        raise ConfigError(
+            f'train.device="{train.device}" isn\'t a device type of torch; choose "auto", '
+            f"{_choice(map(toml_value, DEVICES))}"
+        )
     if train.precision == "fp64" and train.device in NO_FP64_DEVICES:
         raise ConfigError(
             f'train.precision="fp64" isn\'t computed by train.device="{train.device}"; choose '
@@ -549,6 +580,11 @@ def recompute_interval_is_of_whole_layers(config: Config) -> None:
         raise ConfigError(
             f"memory.recompute_interval={memory.recompute_interval} isn't read under "
             f'memory.recompute="{memory.recompute}"; choose 1, or memory.recompute="full"'
+        )
+    if memory.recompute_interval > (layers := config.model.num_layers):
+        raise ConfigError(
+            f"memory.recompute_interval={memory.recompute_interval} is more than "
+            f"model.num_layers={layers}; choose at most {layers}"
         )
 
 
@@ -626,13 +662,16 @@ def loss_scale_begins_above_its_least(config: Config) -> None:
 
 def rollback_has_checkpoints(config: Config) -> None:
     """What a run is rolled back to is a checkpoint of its own."""
-    guard = config.guard
+    guard, interval, steps = config.guard, config.checkpoint.save_interval, config.train.total_steps
+    if 0 < interval < steps:
+        return
     for key in ("on_nan", "on_spike"):
-        if getattr(guard, key) == "rollback" and not config.checkpoint.save_interval:
+        if getattr(guard, key) == "rollback":
+            of_run = f" in a run of {steps} steps" if interval else ""
             raise ConfigError(
                 f'guard.{key}="rollback" needs checkpoints on the way, and '
-                "checkpoint.save_interval=0 saves none; state the steps between them, or choose "
-                f'guard.{key}="skip"'
+                f"checkpoint.save_interval={interval} saves none{of_run}; state the steps between "
+                f'them, or choose guard.{key}="skip"'
             )
 
 
@@ -659,6 +698,17 @@ def compiled_blocks_are_whole_and_alone(config: Config) -> None:
                 f"{key} doesn't go with train.compile=true; set it to {remedy}, or "
                 "train.compile=false"
             )
+
+
+def guard_fills_its_window(config: Config) -> None:
+    """Until it has seen as many steps, it takes none for a spike."""
+    guard, steps = config.guard, config.train.total_steps
+    if guard.on_spike != "off" and guard.window >= steps:
+        raise ConfigError(
+            f'guard.on_spike="{guard.on_spike}" would never act: guard.window={guard.window} steps '
+            f"come before it, and the run has {steps}; "
+            + (f"choose a window below {steps}" if steps > 2 else 'choose on_spike="off"')
+        )
 
 
 # --- Data and files ------------------------------------------------------------------------------
@@ -712,6 +762,17 @@ def synthetic_stands_alone(config: Config) -> None:
             f'data.paths={toml_value(paths)}: made-up tokens are one path alone, "synthetic" or '
             '"synthetic:N" for N samples'
         )
+
+
+def documents_are_of_files(config: Config) -> None:
+    """Made-up tokens are one document without end."""
+    data = config.data
+    for key in ("document_mask", "reset_positions"):
+        if getattr(data, key) and data.is_synthetic:
+            raise ConfigError(
+                f"data.{key}=true has nothing to act on: data.paths={toml_value(data.paths)} has "
+                "no documents; set it to false, or name files of `megagrid data prepare`"
+            )
 
 
 def evaluation_has_documents(config: Config) -> None:
@@ -776,6 +837,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     gathered_weights_are_kept_or_dropped,
     reshard_size_divides_the_shards,
     units_are_smaller_than_the_model,
+    tied_table_stays_in_its_stage,
     unsharded_modules_exist,
     batch_is_whole_microbatches,
     schedule_can_be_written_down,
@@ -792,10 +854,12 @@ RULES: tuple[Callable[[Config], None], ...] = (
     float8_multiplies_sixteens,
     loss_scale_begins_above_its_least,
     rollback_has_checkpoints,
+    guard_fills_its_window,
     weights_blend_the_paths,
     masked_ids_are_in_the_vocabulary,
     paths_are_distinct,
     synthetic_stands_alone,
+    documents_are_of_files,
     evaluation_has_documents,
     export_needs_a_last_checkpoint,
     kept_checkpoints_are_saved_ones,

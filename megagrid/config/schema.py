@@ -19,6 +19,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Scale = Annotated[float, Field(gt=0, le=2.0**100)]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -259,7 +260,7 @@ class OptimizerConfig(Section):
     muon_scale: MuonScale = "match_rms_adamw"
     """muon: what an orthogonal update of r rows and c columns is multiplied by. match_rms_adamw:
     0.2 sqrt(max(r, c)), so that AdamW's learning rates serve. original: sqrt(max(1, r / c))."""
-    muon_steps: PositiveInt = 5
+    muon_steps: Annotated[int, Field(gt=0, le=100)] = 5
     """muon: iterations of Newton and Schulz."""
     muon_dtype: Literal["fp32", "bf16"] = "fp32"
     """muon: what they are computed in; bf16 is for accelerators."""
@@ -274,7 +275,7 @@ class LossScaleConfig(Section):
     rounded to zero; weights, norms and clipping see gradients without it. Powers of two cost no
     digit. See `megagrid.optim.loss_scale`."""
 
-    initial: PositiveFloat = 65536.0
+    initial: Scale = 65536.0
     growth_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
     growth_interval: PositiveInt = 1000
     """Steps in a row without overflow after which it grows."""
@@ -282,7 +283,7 @@ class LossScaleConfig(Section):
     """What it is multiplied by when gradients overflow."""
     hysteresis: PositiveInt = 2
     """Overflows since it last grew that lower it; those before only skip their steps."""
-    min: PositiveFloat = 1.0
+    min: Scale = 1.0
     """It is never lower. Gradients that aren't finite at it are `guard.on_nan`'s."""
 
 

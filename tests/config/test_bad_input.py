@@ -212,6 +212,22 @@ MISTAKES = {
     "rollback of spikes to nothing": override(
         "guard.on_spike=rollback", told=('guard.on_spike="rollback"', "save_interval=0")
     ),
+    "rollback to a checkpoint after the run": override(
+        "guard.on_nan=rollback",
+        "checkpoint.save_interval=8",
+        told=('guard.on_nan="rollback"', "save_interval=8 saves none in a run of 8 steps"),
+    ),
+    "window as long as the run": override(
+        "guard.on_spike=skip",
+        "guard.window=8",
+        told=('guard.on_spike="skip" would never act', "guard.window=8", "window below 8"),
+    ),
+    "loss scale beyond what fp32 holds": override(
+        "loss_scale.initial=1e300", told=("loss_scale.initial=1e+300", "less than or equal to")
+    ),
+    "iterations without end": override(
+        "optimizer.muon_steps=101", told=("optimizer.muon_steps=101", "less than or equal to 100")
+    ),
     "window of one": override("guard.window=1", told=("guard.window=1", "greater than or equal")),
     # --- Model
     "hidden size that heads can't share": override(
@@ -307,7 +323,7 @@ MISTAKES = {
         told=("train.seq_length=33", "model.max_seq_length=32", "choose at most 32"),
     ),
     "sequence that cp can't share": override(
-        f"{CP}=3", told=("train.seq_length=32", f"{CP}=3", "choose 30 or 36")
+        f"{CP}=3", told=("train.seq_length=32", f"{CP}=3", "choose 30, or a smaller context")
     ),
     "sequence that cp and then tp can't share": override(
         f"{CP}=2",
@@ -315,6 +331,13 @@ MISTAKES = {
         "train.seq_length=28",
         "parallel.sequence_parallel=true",
         told=("train.seq_length=28", f"{CP}=2", f"{TP}=4", "choose 24 or 32"),
+    ),
+    "sequence far too short for cp": override(
+        f"{CP}=64",
+        told=(
+            "train.seq_length=32",
+            f"{CP}=64; choose a smaller context_parallel",
+        ),
     ),
     "heads that ulysses can't share": override(
         f"{CP}=8",
@@ -432,7 +455,13 @@ MISTAKES = {
         told=('[0]="LlamaDecoderLayer" names no module', "layers.*.mlp.gate_up"),
     ),
     "a layer that isn't there": override(
-        "parallel.unsharded_modules=['layers.4.*']", told=('"layers.4.*" names no module',)
+        "parallel.unsharded_modules=['layers.4.*']",
+        told=('"layers.4.*" names no module: layers end at 3', "num_layers=4"),
+    ),
+    "an embedding apart that is the head of its stage": override(
+        "model.tied_embeddings=true",
+        "parallel.wrap_embedding=true",
+        told=("parallel.wrap_embedding=true has nothing to act on", "model.tied_embeddings=true"),
     ),
     "everything kept out of sharding": override(
         "parallel.unsharded_modules=['*']", told=('["*"] leaves nothing', '"NO_SHARD"')
@@ -496,6 +525,9 @@ MISTAKES = {
     "device with an index": override(
         "train.device=cuda:0", told=('train.device="cuda:0"', 'such as "cpu" or "cuda"')
     ),
+    "a device that torch has no name for": override(
+        "train.device=tpu", told=('train.device="tpu"', 'choose "auto", "cpu", "cuda"')
+    ),
     "precision that the device lacks": override(
         "train.precision=fp64",
         "train.device=mps",
@@ -530,7 +562,19 @@ MISTAKES = {
         "memory.recompute_interval=2",
         told=("memory.recompute_interval=2", 'memory.recompute="selective"', "choose 1"),
     ),
+    "recomputation of more layers than there are": override(
+        "memory.recompute=full",
+        "memory.recompute_interval=5",
+        told=("memory.recompute_interval=5", "model.num_layers=4", "at most 4"),
+    ),
     # --- Data and files
+    "documents of made-up tokens": override(
+        "data.document_mask=true",
+        told=("data.document_mask=true", '["synthetic"] has no documents'),
+    ),
+    "positions in documents of made-up tokens": override(
+        "data.reset_positions=true", told=("data.reset_positions=true", "no documents")
+    ),
     "weights for other paths": override(
         "data.weights=[1, 2]", told=("data.weights=[1.0, 2.0]", "1 data.paths", "one for each")
     ),

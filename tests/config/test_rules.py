@@ -58,6 +58,16 @@ LEGAL = {
         ["checkpoint.keep_every=8", "checkpoint.keep_last=1"],
         1,
     ),
+    "window of all steps but the last": (["guard.on_spike=skip", "guard.window=7"], 1),
+    "the ends of a tied model apart, in two stages": (
+        [
+            "model.tied_embeddings=true",
+            "parallel.pipeline_parallel_size=2",
+            "parallel.wrap_embedding=true",
+            "parallel.wrap_head=true",
+        ],
+        2,
+    ),
     "no clipping": (["optimizer.clip_grad=0"], 1),
     "shards in nodes that are found later": (["parallel.sharding_strategy=HYBRID_SHARD"], 8),
     "a step's weights held, stated in full": (
