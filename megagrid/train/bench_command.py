@@ -194,6 +194,9 @@ def _overrides(grid: str, arguments: argparse.Namespace, run_dir: str) -> list[s
         "checkpoint.save_interval=0",
         "checkpoint.save_at_end=false",
         "checkpoint.resume=none",
+        "guard.on_nan=end",
+        "guard.on_spike=off",
+        "lr_schedule.decay_steps=none",
         "logging.wandb=off",
         f"logging.run_dir={json.dumps(run_dir)}",
     ]

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show_units:
         print_units(config, placement(config, world_size))
         return 0
-    _check_inputs(config)
+    check_inputs(config)
     grid = placement(config, arguments.nproc)
     stage_layers(config, grid, training_program(config, grid).placement)
     if world_size > 1:
@@ -179,7 +179,7 @@ def _train(config: Config, stop: StopRequest) -> int:
     return train(config, stop)
 
 
-def _check_inputs(config: Config) -> None:
+def check_inputs(config: Config) -> None:
     """Whether the files that the run starts from are there, before ranks wait for each other.
 
     Raises:

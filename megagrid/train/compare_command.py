@@ -22,7 +22,9 @@ from pathlib import Path
 from megagrid.config.arguments import add_overrides
 from megagrid.config.dump import toml_value
 from megagrid.config.load import load
+from megagrid.config.rules import check, placement
 from megagrid.errors import ConfigError, DataError
+from megagrid.train.command import check_inputs
 from megagrid.train.compare import compare, default_tolerance, report
 from megagrid.train.digest_records import FILE_NAME, StepDigests
 from megagrid.train.metrics import read_records
@@ -67,8 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         sides = []
         for name, path, only in _sides(arguments):
             overrides = [*arguments.overrides, *only]
-            sides.append(_digests(name, path, overrides, arguments.steps, Path(folder)))
-    a, b = sides
+            if not Path(path).is_dir():
+                overrides = _checked(path, overrides, arguments.steps, Path(folder) / name)
+            sides.append((name, path, overrides))
+        a, b = [_digests(*side, Path(folder)) for side in sides]
     if tolerance is None:
         tolerance = default_tolerance(a, b)
     found = compare(a, b, tolerance)
@@ -89,10 +93,8 @@ def _sides(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     return [("A", arguments.a, arguments.only_a), ("B", other or arguments.a, arguments.only_b)]
 
 
-def _digests(
-    name: str, path: str, overrides: Sequence[str], steps: int, folder: Path
-) -> list[StepDigests]:
-    """Those of a run's folder; or of a recipe, which is run in `folder`."""
+def _digests(name: str, path: str, overrides: Sequence[str], folder: Path) -> list[StepDigests]:
+    """Those of a run's folder; or of a recipe, which is run in a folder of its own in `folder`."""
     if Path(path).is_dir():
         if overrides:
             raise ConfigError(f"{overrides[0]} is for a recipe, and {name} is the run {path}")
@@ -103,7 +105,7 @@ def _digests(
                 "every N-th step"
             )
     else:
-        file = _run_recipe(name, path, overrides, steps, folder)
+        file = _run_recipe(name, path, overrides, folder / name)
     found = read_records(file, StepDigests)
     if not found:
         raise DataError(f"{file} holds no digest of any step")
@@ -113,14 +115,14 @@ def _digests(
     return found
 
 
-def _run_recipe(name: str, path: str, overrides: Sequence[str], steps: int, folder: Path) -> Path:
-    """Train a recipe for a few steps on ranks of this machine; the file of its digests.
+def _checked(path: str, overrides: Sequence[str], steps: int, run_dir: Path) -> list[str]:
+    """The overrides that make a few digested steps of a recipe, in `run_dir`. Both recipes are
+    checked before one of them is run.
 
     Raises:
-        ConfigError: it can't be run; what `megagrid train` has said is on stderr.
+        MegagridError: it can't be run.
     """
-    run_dir = folder / name
-    config = load(path, overrides)  # a mistake in it is told here, in one line
+    config = load(path, overrides)
     stated = [
         f"train.steps={steps}",
         "train.tokens=none",
@@ -133,9 +135,30 @@ def _run_recipe(name: str, path: str, overrides: Sequence[str], steps: int, fold
         "logging.digest_interval=1",
         f"logging.run_dir={toml_value(str(run_dir))}",
     ]
-    if config.checkpoint.resume == "latest":
-        stated.append("checkpoint.resume=none")
-    command = [sys.executable, "-m", "megagrid", "train", path, *overrides, *stated]
+    # What acts on a whole run has nothing to act on in a few steps of it.
+    is_long_decay = (config.lr_schedule.decay_steps or 0) > steps
+    idle = {
+        "checkpoint.resume=none": config.checkpoint.resume == "latest",
+        "guard.on_nan=end": config.guard.on_nan == "rollback",
+        "guard.on_spike=off": config.guard.on_spike != "off",
+        "lr_schedule.decay_steps=none": config.lr_schedule.kind == "wsd" and is_long_decay,
+    }
+    stated += [text for text, applies in idle.items() if applies]
+    replaced = tuple(text.partition("=")[0] + "=" for text, applies in idle.items() if applies)
+    found = [*(text for text in overrides if not text.startswith(replaced)), *stated]
+    config = load(path, found)
+    check(config, placement(config).world_size)
+    check_inputs(config)
+    return found
+
+
+def _run_recipe(name: str, path: str, overrides: Sequence[str], run_dir: Path) -> Path:
+    """Train a recipe on ranks of this machine; the file of its digests.
+
+    Raises:
+        ConfigError: it can't be run; what `megagrid train` has said is on stderr.
+    """
+    command = [sys.executable, "-m", "megagrid", "train", path, *overrides]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         *_, last = done.stderr.strip().splitlines() or ["it said nothing"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -153,10 +154,15 @@ def test_the_exit_code_says_whether_they_are_equal(tmp_path, capsys):
         (["{run}", "{run}", "--steps", "0"], "choose at least 1"),
         (["{run}", "{run}", "--tolerance", "-1"], "must be 0 or more"),
         (["{run}", "{recipe}", "--b", "train.step=1"], "did you mean train.steps"),
+        (["{recipe}", "--b", "train.step=1"], "did you mean train.steps"),
+        (["{recipe}", "--b", "parallel.pipeline_parallel_size=99"], "makes 99 stages"),
+        (["{recipe}", "--b", 'data.paths=["nowhere/x"]'], "megagrid data prepare"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_answered_in_a_line(tmp_path, arguments, told, capsys):
+def test_a_mistake_is_answered_in_a_line(tmp_path, arguments, told, capsys, monkeypatch):
+    """Before any recipe is run."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a recipe was run"))
     run, empty = tmp_path / "run", tmp_path / "empty"
     run.mkdir()
     empty.mkdir()
