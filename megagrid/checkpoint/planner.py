@@ -40,13 +40,14 @@ class BoxSavePlanner(DefaultSavePlanner):
     within bounds, without overlap (both by DefaultSavePlanner), and nothing forgotten.
 
     Args:
-        is_finite: a NaN or Inf is no value to be written.
+        finite_at: step that is saved, after which a NaN or Inf is no value to be written; None: it
+            may be.
     """
 
-    def __init__(self, entries: Sequence[Entry], *, is_finite: bool = False) -> None:
+    def __init__(self, entries: Sequence[Entry], *, finite_at: int | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.entries = entries
-        self._is_finite = is_finite
+        self._finite_at = finite_at
         self._written = {
             (entry.name, torch.Size(entry.box.offsets)): entry
             for entry in entries
@@ -58,11 +59,12 @@ class BoxSavePlanner(DefaultSavePlanner):
         Raises:
             CheckpointError: there is one.
         """
-        for entry in self._written.values() if self._is_finite else ():
+        for entry in self._written.values() if self._finite_at is not None else ():
             if not _is_finite(entry.tensor):
                 raise CheckpointError(
-                    f"{entry.name} has a NaN or Inf, and nothing is saved; go on from the last "
-                    "checkpoint"
+                    f"after step {self._finite_at} {entry.name} has a NaN or Inf, and nothing is "
+                    "saved; go on from an earlier checkpoint, or begin again, with a lower "
+                    "optimizer.lr"
                 )
         items = [_write_item(entry) for entry in self._written.values()]
         self.plan = SavePlan(items, planner_data={entry.name for entry in self.entries})

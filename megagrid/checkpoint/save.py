@@ -98,7 +98,7 @@ def save(
             dcp.save(
                 {},
                 storage_writer=SafetensorsWriter(partial, prepare, commit),
-                planner=BoxSavePlanner(entries, is_finite=is_finite),
+                planner=BoxSavePlanner(entries, finite_at=step if is_finite else None),
                 process_group=world.group,
                 no_dist=world.size == 1,
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megagrid.config.schema import Config, GuardConfig
 from megagrid.data import Batch
 from megagrid.optim.lr_schedule import learning_rate
 from megagrid.pipeline.schedules import Span
@@ -54,6 +56,28 @@ class Attempt:
     def reason(self) -> str:
         """Why it wasn't made, in a line."""
         return f"step {self.number}: {self.verdict.reason}{f'; {self.found}' if self.found else ''}"
+
+
+def remedies(attempt: Attempt, config: Config) -> str:
+    """What to run again with, after a step that has ended the run."""
+    optimizer, guard, verdict = config.optimizer, config.guard, attempt.verdict
+    found = (
+        f"a lower optimizer.lr={optimizer.lr} or a smaller optimizer.clip_grad="
+        f"{optimizer.clip_grad}"
+    )
+    is_scaled = config.train.precision == "fp16" and math.isfinite(attempt.result.loss)
+    if is_scaled and not verdict.is_finite and config.loss_scale.min > 1:
+        found = f"a lower loss_scale.min={config.loss_scale.min:g}"
+    if not verdict.is_finite and guard.on_nan == "end":
+        found += '; guard.on_nan="skip" or "rollback" goes on without such steps'
+    return found + find_nan_hint(attempt, guard)
+
+
+def find_nan_hint(attempt: Attempt, guard: GuardConfig) -> str:
+    """How to learn more of a NaN or Inf, if that hasn't been asked for."""
+    if attempt.verdict.is_finite or guard.find_nan:
+        return ""
+    return "; --find-nan says where the NaN or Inf comes from"
 
 
 class StepMaker:

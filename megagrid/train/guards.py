@@ -89,6 +89,9 @@ class Guard:
             if math.isfinite(loss) and self._scale.can_fall:
                 return self._overflow()
             reason = f"loss {loss}, gradient norm {grad_norm}"
+            if math.isfinite(loss) and self._scale.config is not None:
+                least = self._scale.config.min
+                reason += f" at loss scale {self._scale.value:g}, with loss_scale.min={least:g}"
             return self._act(self._config.on_nan, reason, is_finite=False)
         if self._config.on_spike != "off" and (reason := self._spike(loss, grad_norm)):
             return self._act(self._config.on_spike, reason, is_finite=True)

@@ -40,6 +40,11 @@ class Past:
         self._say = say
         self._mine: list[Path] = []
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether this process has saved one, or begun with one."""
+        return bool(self._mine)
+
     def begin(self) -> None:
         """Load the checkpoint that the recipe names, if it names one and there is one; else the
         weights that it begins with, if it names any in place of those drawn.

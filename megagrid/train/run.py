@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from megagrid.grid.grid import Grid
 from megagrid.grid.start import running_grid, with_shard_size
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
-from megagrid.train.attempt import Attempt, StepMaker
+from megagrid.train.attempt import Attempt, StepMaker, find_nan_hint, remedies
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable, save_line
 from megagrid.train.determinism import deterministic_kernels
@@ -193,10 +194,13 @@ class Run:
         self.saver.settle()
         path = self.past.go_back()
         if path is None:
+            verdict = replace(attempt.verdict, action=Action.END)
+            self._note_in_guard_log(replace(attempt, verdict=verdict))
             interval = self.config.checkpoint.save_interval
             raise MegagridError(
                 f"{attempt.reason}; the run has no checkpoint to roll back to yet; lower "
                 f"checkpoint.save_interval={interval} or optimizer.lr"
+                + find_nan_hint(attempt, self.config.guard)
             )
         self._check_data()
         step, sample = self.progress.step, self.progress.consumed_samples
@@ -215,12 +219,10 @@ class Run:
             MegagridError: why the run ends with a step that wasn't made.
         """
         self._note_in_guard_log(attempt)
-        optimizer = self.config.optimizer
+        again = "Resume from the last checkpoint" if self.past.has_checkpoint else "Begin again"
         raise MegagridError(
-            f"{attempt.reason}; the weights weren't updated and nothing was saved. Resume from the "
-            f"last checkpoint with a lower optimizer.lr={optimizer.lr} or a smaller "
-            f"optimizer.clip_grad={optimizer.clip_grad}; guard.on_nan and guard.on_spike skip such "
-            "steps or roll back"
+            f"{attempt.reason}; the weights weren't updated and nothing was saved. {again} with "
+            + remedies(attempt, self.config)
         )
 
     def _note_in_guard_log(self, attempt: Attempt) -> None:

@@ -310,6 +310,21 @@ def test_a_run_without_a_checkpoint_yet_says_so(trainer):
     ended = trainer.attempt(DP2, ROLL_BACK, HALF_WAY, work=NormIs(math.nan, (2,)))
     (error,) = ended.errors
     assert "no checkpoint to roll back to yet; lower checkpoint.save_interval=4" in error
+    assert "--find-nan says where" in error
+    assert [(hit.at_step, hit.action) for hit in hits(ended)] == [(2, "end")]
+
+
+def test_what_ends_a_run_is_told_with_what_would_help(trainer):
+    floor = {"loss_scale": {"initial": 2.0**40, "min": 2.0**40}}
+    ended = trainer.attempt(ALONE, FP16, floor)
+    (error,) = ended.errors
+    assert "Begin again with a lower loss_scale.min=1.09951e+12; guard.on_nan=" in error
+    saved = trainer.attempt(
+        ALONE, SKIP, EVERY_STEP, {"guard": {"max_skips": 1}}, work=NormIs(math.nan, since=3)
+    )
+    (error,) = saved.errors
+    assert "Resume from the last checkpoint with a lower optimizer.lr=" in error
+    assert 'guard.on_nan="skip"' not in error
 
 
 def test_a_run_that_was_resumed_elsewhere_is_rolled_back_to_where_it_began(trainer):
@@ -372,7 +387,10 @@ def test_a_nan_that_no_loss_shows_is_never_saved(trainer, placement):
         placement, gpt, folder, latest, work=train_with_a_nan_that_nothing_reads
     )
     (error,) = ended.errors
-    assert "position_embedding.weight has a NaN or Inf, and nothing is saved" in error
+    assert (
+        "position_embedding.weight has a NaN or Inf, and nothing is saved; go on from an earlier"
+        in error
+    )
     assert ended.saved_steps == [4, 8]
 
 

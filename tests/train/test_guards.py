@@ -49,6 +49,7 @@ def test_in_fp16_a_norm_that_is_none_is_the_scales_until_that_is_at_its_least():
     first, second, third = (one.judge(1.0, norm) for norm in (INF, NAN, INF))
     assert (first.action, second.action, third.action) == (Action.SKIP, Action.SKIP, Action.END)
     assert first.reason == "gradients overflow at loss scale 4, which is 2 now"
+    assert third.reason == "loss 1.0, gradient norm inf at loss scale 1, with loss_scale.min=1"
     assert (first.is_overflow, third.is_overflow, scale.value, one.skipped) == (True, False, 1.0, 2)
 
 
