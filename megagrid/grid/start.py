@@ -97,22 +97,39 @@ def _timeout(config: Config) -> timedelta:
 
 
 def select_device(name: str, local_rank: int) -> torch.device:
-    """This rank's device: `name` is "auto", "cpu", or an accelerator's type as torch calls it."""
+    """This rank's device: `name` is "auto", "cpu", or an accelerator's type as torch calls it.
+
+    Raises:
+        GridError: it isn't there.
+    """
+    kind = check_devices(name, local_rank + 1)
+    if kind == "cpu":
+        return torch.device(kind)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def check_devices(name: str, ranks: int) -> str:
+    """The type of the device that each of `ranks` on this machine has to itself; see
+    `select_device`.
+
+    Raises:
+        GridError: there are none, or fewer.
+    """
     accelerator = torch.accelerator.current_accelerator()
     available = accelerator.type if accelerator is not None else "cpu"
     wanted = available if name == "auto" else name
     if wanted == "cpu":
-        return torch.device("cpu")
+        return wanted
     if wanted != available:
         raise GridError(f'train.device="{name}" isn\'t here; this machine has "{available}"')
     count = torch.accelerator.device_count()
-    if local_rank >= count:
+    if ranks > count:
         raise GridError(
-            f"local rank {local_rank} has no device: {count} of type {wanted} here; start "
+            f"local rank {ranks - 1} has no device: {count} of type {wanted} here; start "
             f"{count} ranks per node"
         )
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(wanted, local_rank)
+    return wanted
 
 
 def _join(environment: RankEnvironment, device: torch.device, timeout: timedelta) -> None:

@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             world_size,
             ["train", arguments.recipe, *arguments.overrides],
             config.checkpoint.seconds_to_stop,
+            config.train.device,
         )
     with interrupts_win():
         return _train(config, StopRequest())

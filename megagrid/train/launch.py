@@ -39,13 +39,16 @@ PASSED_ON = "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
 """Signals to the agent that it sends on to the ranks, after which it waits for their end."""
 
 
-def start_ranks(count: int, arguments: Sequence[str], seconds_to_stop: int) -> NoReturn:
+def start_ranks(
+    count: int, arguments: Sequence[str], seconds_to_stop: int, device: str
+) -> NoReturn:
     """Become the agent of `count` ranks on this machine, each `megagrid *arguments`.
 
     The process is replaced, so that its exit code and the signals sent to it are the agent's.
 
     Args:
         seconds_to_stop: from a signal on, until ranks that are still there are killed.
+        device: see `TrainConfig.device`.
 
     Raises:
         GridError: this machine is far too small for so many.
@@ -58,7 +61,7 @@ def start_ranks(count: int, arguments: Sequence[str], seconds_to_stop: int) -> N
     sys.stdout.flush()
     sys.stderr.flush()
     program = [sys.executable, "-m", "megagrid.train.launch"]
-    command = [*program, str(count), str(seconds_to_stop), *arguments]
+    command = [*program, str(count), str(seconds_to_stop), device, *arguments]
     os.execve(sys.executable, command, bootstrap.environment_for_ranks(count))
 
 
@@ -108,7 +111,14 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    count, seconds_to_stop, *arguments = argv
+    from megagrid.grid.start import check_devices
+
+    count, seconds_to_stop, device, *arguments = argv
+    try:
+        check_devices(device, int(count))
+    except GridError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_MISTAKE
     bootstrap.become_launcher()
     # Failures are reported below, once and in a line; torchrun's own report is a page.
     logging.disable(logging.ERROR)

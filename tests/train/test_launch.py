@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megagrid.cli import main
@@ -41,12 +42,12 @@ def failure(folder: Path, rank: int, exitcode: int, message: str | None = None) 
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[tuple[int, list[str], int]]:
+def launched(monkeypatch) -> list[tuple[int, list[str], int, str]]:
     """Collects what would have been started."""
-    calls: list[tuple[int, list[str], int]] = []
+    calls: list[tuple[int, list[str], int, str]] = []
 
-    def record(count: int, arguments: list[str], seconds_to_stop: int) -> None:
-        calls.append((count, arguments, seconds_to_stop))
+    def record(count: int, arguments: list[str], seconds_to_stop: int, device: str) -> None:
+        calls.append((count, arguments, seconds_to_stop, device))
 
     monkeypatch.setattr(command, "start_ranks", record)
     monkeypatch.setattr(command, "_train", lambda config, stop: 0)
@@ -68,7 +69,7 @@ def test_a_grid_of_several_ranks_is_started_with_the_same_recipe(
     path = str(recipe.write(tmp_path))
     assert main(["train", path, *arguments]) == 0
     overrides = [argument for argument in arguments if "=" in argument]
-    assert launched == [(count, ["train", path, *overrides], 600)]
+    assert launched == [(count, ["train", path, *overrides], 600, "auto")]
 
 
 def test_a_grid_of_one_rank_is_trained_where_it_is(tmp_path, launched):
@@ -120,7 +121,14 @@ def test_ranks_inherit_the_environment_and_share_the_cores(monkeypatch):
 def test_more_ranks_than_the_machine_bears_are_refused(monkeypatch):
     monkeypatch.setattr(bootstrap, "cores", lambda: 2)
     with pytest.raises(GridError, match="256 ranks, too many for the 2 cores"):
-        launch.start_ranks(256, ["train", "recipe.toml"], 600)
+        launch.start_ranks(256, ["train", "recipe.toml"], 600, "auto")
+
+
+def test_a_device_that_is_not_here_is_refused_before_ranks_start(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert launch.main(["2", "600", "cuda", "train", "recipe.toml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == 'error: train.device="cuda" isn\'t here; this machine has "cpu"'
 
 
 @pytest.mark.parametrize(
@@ -203,7 +211,7 @@ def test_a_rank_that_was_asked_to_stop_leaves_word_for_its_launcher(tmp_path, mo
 def test_a_mistake_that_only_ranks_can_see_is_one_line_and_exit_2(tmp_path):
     recipe.write(tmp_path)
     agent = start(
-        "megagrid.train.launch", "2", "600", "train", "recipe.toml",
+        "megagrid.train.launch", "2", "600", "cpu", "train", "recipe.toml",
         "parallel.pipeline_parallel_size=4", folder=tmp_path,
     )  # fmt: skip
     out, err = agent.communicate(timeout=240)
