@@ -42,6 +42,9 @@ ROPE_SCALING_KEYS["yarn"] = ROPE_SCALING_KEYS["llama3"]
 ROPE_SCALING_OPTIONS = {"yarn": ("rope_attention_factor",)}
 """What may be stated beside it."""
 
+PUT_OFF_WEIGHTS = ("ZB1P", "ZBV")
+"""Schedules that put the gradients of weights off."""
+
 ADAMW_KEYS, MOMENTUM_KEYS = ("beta1", "beta2", "eps"), ("momentum", "nesterov")
 MUON_KEYS = ("adamw_lr", "muon_scale", "muon_steps", "muon_dtype")
 OPTIMIZER_KEYS = {
@@ -618,7 +621,7 @@ def float8_is_for_bf16(config: Config) -> None:
             'that, or train.float8="off"'
         )
     schedule = config.parallel.pipeline_schedule
-    if schedule in ("ZB1P", "ZBV"):
+    if schedule in PUT_OFF_WEIGHTS:
         raise ConfigError(
             f'train.float8="{mode}" computes weight gradients at once, which '
             f'parallel.pipeline_schedule="{schedule}" would put off; choose "1F1B" or '
@@ -687,11 +690,14 @@ def compiled_blocks_choose_what_they_keep(config: Config) -> None:
 
 def compiled_blocks_are_whole_and_alone(config: Config) -> None:
     """What reaches into a block, or waits for others in its midst, isn't traced as one graph."""
-    cp = config.parallel.context_parallel_size
+    cp, schedule = config.parallel.context_parallel_size, config.parallel.pipeline_schedule
+    is_of_file = config.parallel.pipeline_schedule_file is not None
+    puts_off = schedule in PUT_OFF_WEIGHTS and not is_of_file
     for key, is_asked_for, remedy in (
         (f"parallel.context_parallel_size={cp}", cp > 1, "1"),
         ("data.document_mask=true", config.data.document_mask, "false"),
         ("memory.activation_offload=true", config.memory.activation_offload, "false"),
+        (f'parallel.pipeline_schedule="{schedule}"', puts_off, '"1F1B" or "Interleaved1F1B"'),
     ):
         if config.train.compile and is_asked_for:
             raise ConfigError(

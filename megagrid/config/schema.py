@@ -206,7 +206,7 @@ class TrainConfig(Section):
     deterministic: bool = False
     """Two runs are bit by bit the same on accelerators too, which costs some speed. On a CPU they
     always are."""
-    z_loss: NonNegativeFloat = 0.0
+    z_loss: Fraction = 0.0
     """Coefficient of log²Z, added to each token's loss so that logits don't drift (PaLM: 1e-4). The
     loss that is reported is the cross-entropy alone."""
     loss_chunk_tokens: NonNegativeInt = 0
@@ -276,6 +276,7 @@ class LossScaleConfig(Section):
     digit. See `megagrid.optim.loss_scale`."""
 
     initial: Scale = 65536.0
+    """Of a run's first step; a resumed run goes on with its own."""
     growth_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
     growth_interval: PositiveInt = 1000
     """Steps in a row without overflow after which it grows."""

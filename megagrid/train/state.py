@@ -108,12 +108,14 @@ class RunState:
 
 def _identity(engine: Engine, fingerprint: str) -> dict[str, Any]:
     """What makes a run this run and no other, beside the tensors' shapes: the function that is
-    computed, the data, which of it is held out, and its order."""
+    computed and how it is rounded, the data, which of it is held out, and its order."""
     config = engine.config
     model = config.model.model_dump(exclude={"preset", "make_vocab_size_divisible_by"})
     return {
         **{f"model.{key}": value for key, value in model.items()},
         "train.seed": config.train.seed,
+        "train.precision": config.train.precision,
+        "optimizer.state_dtype": config.optimizer.state_dtype,
         "data.valid_fraction": config.data.valid_fraction,
         "the data's fingerprint": fingerprint,
     }

@@ -543,6 +543,14 @@ MISTAKES = {
         "parallel.context_parallel_size=2",
         told=("parallel.context_parallel_size=2", "train.compile=true", "set it to 1, or"),
     ),
+    "compiled blocks whose weight gradients are put off": override(
+        "train.compile=true",
+        "parallel.pipeline_schedule=ZB1P",
+        told=('parallel.pipeline_schedule="ZB1P"', "train.compile=true", 'set it to "1F1B" or'),
+    ),
+    "a z-loss beyond all sense": override(
+        "train.z_loss=1e300", told=("train.z_loss=1e+300", "less than or equal to 1")
+    ),
     "compiled attention over documents": override(
         "train.compile=true",
         "data.document_mask=true",
