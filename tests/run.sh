@@ -16,4 +16,20 @@ ruff format --check --quiet . || {
     exit 1
 }
 ruff check --quiet .
-python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec python -m pytest "$@"
+fi
+
+# Ranks wait for each other for much of their time. So two sessions share the cores, each with a
+# pool of its own: one of comparisons between grids, and one of the rest, which is the one in the
+# foreground because it has the tests of interrupts.
+grids=(tests/equivalence tests/pipeline tests/plan)
+log=$(mktemp)
+python -m pytest "${grids[@]}" -o cache_dir=.pytest_cache/grids >"$log" 2>&1 &
+other=$!
+trap 'kill "$other" 2>/dev/null || true; rm -f "$log"' EXIT
+failed=0
+python -m pytest "${grids[@]/#/--ignore=}" || failed=$?
+wait "$other" || failed=$?
+cat "$log"
+exit "$failed"
