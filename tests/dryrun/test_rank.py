@@ -40,7 +40,11 @@ CASES = [
     ),
     Case(GPT, Placement(dp=2), keys=(("parallel.sharding_strategy", "NO_SHARD"),)),
     Case(LLAMA, Placement(tp=2, dp=2), micro_batch=4),
-    Case(LLAMA.having(("data.document_mask", True)), Placement(cp=2), micro_batch=8),
+    Case(
+        LLAMA.having(("data.document_mask", True), ("data.paths", ["books"])),
+        Placement(cp=2),
+        micro_batch=8,
+    ),
     Case(LLAMA, Placement(cp=2), 8, (("parallel.context_parallel", "ring"),)),
     Case(GPT, Placement(cp=2), 8, (("parallel.context_parallel", "ulysses"),)),
     Case(
