@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrid.config.rules import LARGEST_ROUNDED_BETA
+from megagrid.config.rules.precision import LARGEST_ROUNDED_BETA
 from megagrid.config.schema import OptimizerConfig
 from megagrid.nn.init import ZEROS
 from megagrid.nn.layout import Box, Layout, ParameterShard, Piece
