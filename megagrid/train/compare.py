@@ -8,7 +8,7 @@ tolerance is where they part: what comes after it differs because of it. Imports
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megagrid.config.dump import toml_value
@@ -18,6 +18,9 @@ from megagrid.train.digest_records import PASSES, StepDigests, Values, distance
 TOLERANCES = {"fp64": 1e-11, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
 """By precision: what sums in another order may be apart after a few steps, hundreds of roundoffs in
 fp32, whose relative size is 2^-24 = 6e-8; in bf16 (2^-9) and fp16 (2^-12) some dozens."""
+
+PLACES_NAMED = 4
+"""Of those that aren't compared, in the line that counts them."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class PassReport:
         first: the first place beyond the tolerance; None if there is none.
         before: the last place before that, which agrees.
         values: of both runs at `first`.
+        left_out: parameters that weren't compared, see `_rounding_alone`.
     """
 
     name: str
@@ -38,6 +42,7 @@ class PassReport:
     first: str | None = None
     before: str | None = None
     values: tuple[Values, Values] | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ def _compare_step(
     noise = _rounding_alone(a, tolerance) & _rounding_alone(b, tolerance)
     for name in PASSES:
         places_a, places_b = a.passes.get(name, {}), b.passes.get(name, {})
+        left_out = ()
         if name in ("gradients", "update"):
+            left_out = tuple(place for place in places_a if place in noise)
             places_a, places_b = (
                 {place: values for place, values in places.items() if place not in noise}
                 for places in (places_a, places_b)
@@ -112,7 +119,8 @@ def _compare_step(
             where = f"{name}: {place}"
             if (place in places_a) != (place in places_b) and where not in only:
                 only.append(where)
-        reports.append(_compare_pass(name, places_a, places_b, tolerance))
+        compared = _compare_pass(name, places_a, places_b, tolerance)
+        reports.append(replace(compared, left_out=left_out))
     return reports
 
 
@@ -174,6 +182,8 @@ def report(found: Comparison, tolerance: float) -> Iterator[str]:
         yield f"step {step}"
         for one in passes:
             yield f"  {one.name:<10} {_pass_text(one)}"
+            if one.left_out:
+                yield f"  {'':<10} {_left_out_text(one.left_out)}"
             if one.first is not None:
                 break
     parting = found.parting
@@ -202,6 +212,11 @@ def _pass_text(one: PassReport) -> str:
     count = f"{_number(a[0])} and {_number(b[0])} values, " if a[0] != b[0] else ""
     norms = " and ".join(f"{float(values[2]) ** 0.5:.6g}" for values in (a, b))
     return f"{one.first}: {count}relative distance {off}, norms {norms}"
+
+
+def _left_out_text(places: Sequence[str]) -> str:
+    named = ", ".join(places[:PLACES_NAMED]) + (", …" if len(places) > PLACES_NAMED else "")
+    return f"{len(places)} left out, whose gradients are too small to tell from rounding: {named}"
 
 
 def _number(value: float | str) -> str:

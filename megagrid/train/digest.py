@@ -178,8 +178,6 @@ class StepDigest:
     def hooks(self) -> Iterator[None]:
         """Digest what modules put out in the block, and the gradients of it."""
         with ExitStack() as stack:
-            # Compiled blocks don't call the hooks of modules in them.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for stage in self._engine.executor.stages.values():
                 for place, module in _places(stage.module):
                     handle = module.register_forward_hook(self._hook(place))

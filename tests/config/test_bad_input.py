@@ -538,6 +538,11 @@ MISTAKES = {
         "memory.recompute=selective",
         told=('memory.recompute="selective"', "train.compile=true", 'choose "none"', 'or "full"'),
     ),
+    "digests of compiled blocks": override(
+        "train.compile=true",
+        "logging.digest_interval=1",
+        told=("logging.digest_interval=1", "train.compile=true", "set it to 0, or"),
+    ),
     "compiled attention over a split sample": override(
         "train.compile=true",
         "parallel.context_parallel_size=2",
@@ -590,7 +595,11 @@ MISTAKES = {
     "empty path": override('data.paths=[""]', told=('data.paths[0]=""', "write a prefix")),
     "masked id beyond the vocabulary": override(
         "data.mask_token_ids=[0, 61]",
-        told=("data.mask_token_ids=[0, 61]", "has 61", "choose ids below 61"),
+        told=("data.mask_token_ids has 61", "choose ids below 61"),
+    ),
+    "every id masked": override(
+        f"data.mask_token_ids={list(range(61))}",
+        told=("data.mask_token_ids has all ids", "model.vocab_size=61"),
     ),
     "negative masked id": override(
         "data.mask_token_ids=[-100]", told=("data.mask_token_ids", "greater than or equal to 0")

@@ -79,6 +79,19 @@ def test_places_that_one_run_lacks_are_told():
     assert found.parting is None
 
 
+def test_parameters_whose_gradients_are_rounding_are_left_out_and_said_to_be():
+    """They part, as AdamW makes whole steps of them, but the runs don't."""
+
+    def with_noise(sign: float) -> StepDigests:
+        noise = [4.0, sign * 1e-9, 1e-18, *[sign * 1e-9] * (NUMBERS - 3)]
+        return step(1, gradients={"v": noise}, update={"v": tensor(sign)})
+
+    found = compare([with_noise(1.0)], [with_noise(-1.0)], 1e-4)
+    assert found.parting is None
+    told = [line.strip() for line in report(found, 1e-4) if "left out" in line]
+    assert told == ["1 left out, whose gradients are too small to tell from rounding: v"] * 2
+
+
 def test_settings_that_differ_are_told_and_grids_are_none():
     a = step(1, settings={"grid": "tp 1", "optimizer.lr": 1e-3, "train.precision": "fp32"})
     b = step(1, settings={"grid": "tp 2", "optimizer.lr": 2e-3, "train.precision": "bf16"})

@@ -28,12 +28,18 @@ def weights_blend_the_paths(config: Config) -> None:
 
 
 def masked_ids_are_in_the_vocabulary(config: Config) -> None:
-    """An id beyond it is a typing error: no label could be it."""
+    """An id beyond it is a typing error: no label could be it. With all of it masked nothing would
+    be learnt."""
     size, ids = config.model.vocab_size, config.data.mask_token_ids
     if ids and max(ids) >= size:
         raise ConfigError(
-            f"data.mask_token_ids={toml_value(ids)} has {max(ids)}, and model.vocab_size={size} "
-            f"ends before it; choose ids below {size}"
+            f"data.mask_token_ids has {max(ids)}, and model.vocab_size={size} ends before it; "
+            f"choose ids below {size}"
+        )
+    if len(set(ids)) == size:
+        raise ConfigError(
+            f"data.mask_token_ids has all ids below model.vocab_size={size}, which leaves nothing "
+            "to learn; leave those out that are text"
         )
 
 
