@@ -67,8 +67,21 @@ LEVERS = (
     Lever("… every 2nd layer", ('memory.recompute="full"', "memory.recompute_interval=2")),
     Lever("loss of 256 tokens at a time", ("train.loss_chunk_tokens=256",)),
     Lever("bf16", ('train.precision="bf16"',)),
+    Lever("fp16", ('train.precision="fp16"',)),
     Lever("bf16 states", ('optimizer.state_dtype="bf16"',)),
     Lever("SGD", ('optimizer.name="sgd"',)),
+    Lever("Muon", ('optimizer.name="muon"',)),
+    *(
+        Lever(
+            f"context parallel, {exchange}",
+            (
+                "parallel.context_parallel_size=2",
+                f'parallel.context_parallel="{exchange}"',
+            ),
+            needs=2,
+        )
+        for exchange in ("all_gather", "ring", "ulysses")
+    ),
 )
 
 
