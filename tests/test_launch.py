@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ["launch/venv.sh", "launch/quickstart.sh", "launch/local.sh", "tests/run.sh", ".ci/run"]
+SCRIPTS = [
+    *("launch/venv.sh", "launch/quickstart.sh", "launch/local.sh", "tests/run.sh", ".ci/run"),
+    "tools/network_hosts.sh",
+]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
