@@ -13,7 +13,7 @@ heads and layers, and nothing of it is kept for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megagrid.grid.zigzag import Spans
 from megagrid.nn.attention_kernels import Part, attend, attend_backward
+from megagrid.nn.opaque import opaque
 
 MASKED_QUERIES = 1024
 """Queries of a block that has a mask: the mask's size is so many times the keys."""
@@ -154,6 +155,57 @@ class InputGradients:
         self.dv[:, :, block.columns] += dv
 
 
+@opaque()
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and the logarithm of its normaliser, see `blockwise_attention` and `_ends`."""
+    runs = []
+    for of_run in blocks(_spans(queries), _spans(keys), masked=documents is not None):
+        sums = Sums()
+        for block in of_run:
+            sums.add(*attend(block.part(q, k, v, documents)))
+        runs.append(sums)
+    out = torch.cat([sums.out.to(q.dtype) for sums in runs], dim=2)
+    return out, torch.cat([sums.lse for sums in runs], dim=2)
+
+
+@opaque()
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    gradients = InputGradients.zeros(q, k)
+    for of_run in blocks(_spans(queries), _spans(keys), masked=documents is not None):
+        for block in of_run:
+            part = block.part(q, k, v, documents)
+            gradients.add(block, part, grad, out, lse)
+    return gradients.dq.to(q.dtype), gradients.dk.to(q.dtype), gradients.dv.to(q.dtype)
+
+
+def _ends(spans: Spans) -> list[int]:
+    """Where each run starts and stops, one after the other: what an operator takes."""
+    return [end for run in spans for end in (run.start, run.stop)]
+
+
+def _spans(ends: Sequence[int]) -> Spans:
+    """The way back of `_ends`."""
+    return tuple(map(range, ends[::2], ends[1::2]))
+
+
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -165,28 +217,15 @@ class _Blockwise(torch.autograd.Function):
         keys: Spans,
         documents: Tensor | None,
     ) -> Tensor:
-        runs = []
-        for of_run in blocks(queries, keys, masked=documents is not None):
-            sums = Sums()
-            for block in of_run:
-                sums.add(*attend(block.part(q, k, v, documents)))
-            runs.append(sums)
-        out = torch.cat([sums.out.to(q.dtype) for sums in runs], dim=2)
-        lse = torch.cat([sums.lse for sums in runs], dim=2)
+        ctx.ends = _ends(queries), _ends(keys)
+        out, lse = _forward(q, k, v, *ctx.ends, documents)
         ctx.save_for_backward(q, k, v, out, lse, documents)
-        ctx.spans = queries, keys
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, documents = ctx.saved_tensors
-        gradients = InputGradients.zeros(q, k)
-        for of_run in blocks(*ctx.spans, masked=documents is not None):
-            for block in of_run:
-                part = block.part(q, k, v, documents)
-                gradients.add(block, part, grad, out, lse)
-        found = (gradients.dq, gradients.dk, gradients.dv)
-        return *(t.to(q.dtype) for t in found), None, None, None
+        *tensors, documents = ctx.saved_tensors
+        return *_backward(grad, *tensors, *ctx.ends, documents), None, None, None
 
 
 def blockwise_attention(

@@ -556,11 +556,6 @@ MISTAKES = {
     "a z-loss beyond all sense": override(
         "train.z_loss=1e300", told=("train.z_loss=1e+300", "less than or equal to 1")
     ),
-    "compiled attention over documents": override(
-        "train.compile=true",
-        "data.document_mask=true",
-        told=("data.document_mask=true", "train.compile=true", "set it to false, or"),
-    ),
     "compiled blocks whose activations are moved": override(
         "train.compile=true",
         "memory.activation_offload=true",

@@ -18,6 +18,7 @@ from tests.equivalence.trainer import batches_of
 
 LLAMA = Variant("llama", steps=3)
 GPT = Variant("gpt", steps=3).having(("model.dropout", 0.3), ("model.attention_dropout", 0.2))
+DOCUMENTS = LLAMA.having(("data.document_mask", True))
 COMPILED: Keys = (("train.compile", True),)
 TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
 """Traced as for inductor, which takes longer to make code."""
@@ -56,8 +57,14 @@ def case(variant: Variant, placement: Placement, *keys: tuple[str, object]) -> C
             case(GPT, Placement(dp=2), strategy("SHARD_GRAD_OP"), ("parallel.blocks_per_unit", 2)),
         ],
         [case(LLAMA, Placement(tp=2, dp=2), SP), case(GPT, Placement(tp=2, pp=2), SP)],
+        [
+            case(DOCUMENTS, Placement(tp=2), SP),
+            case(DOCUMENTS, Placement(pp=2)),
+            case(DOCUMENTS, Placement(dp=2), RECOMPUTED),
+        ],
+        [case(DOCUMENTS, Placement(tp=2, dp=2))],
     ],
-    ids=["alone", "tp", "pp", "recompute", "dp", "two axes"],
+    ids=["alone", "tp", "pp", "recompute", "dp", "two axes", "documents", "of two axes"],
 )
 def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
     equivalence.check(

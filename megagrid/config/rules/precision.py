@@ -133,7 +133,6 @@ def compiled_blocks_are_whole_and_alone(config: Config) -> None:
     interval = config.logging.digest_interval
     for key, is_asked_for, remedy in (
         (f"parallel.context_parallel_size={cp}", cp > 1, "1"),
-        ("data.document_mask=true", config.data.document_mask, "false"),
         ("memory.activation_offload=true", config.memory.activation_offload, "false"),
         # Their modules don't call the hooks that digest what they put out.
         (f"logging.digest_interval={interval}", interval > 0, "0"),
