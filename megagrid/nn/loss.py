@@ -129,6 +129,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), x)
             else:
                 grad_weight += grad.t() @ x
+            del grad  # before the next chunk's logits are made
             total += losses.detach()
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from megagrid.comm.ledger import Ledger
@@ -171,13 +172,18 @@ def test_gradients_of_chunks_are_summed_up_in_float32(ranks, dtype):
 
 
 def test_no_more_than_a_chunk_of_logits_exists():
-    """Of 24 x 64 logits, in bf16 and float32, 4 x 64; after the forward none."""
+    """Of 24 x 64 logits, in bf16 and float32, 4 x 64, and the gradients of no other 4 x 64; after
+    the forward none."""
     hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(COLUMNS, H, dtype=torch.bfloat16, requires_grad=True)
-    seen = []
+    seen: list[tuple[int, ...]] = []
+    earlier: list[StorageWeakRef] = []
 
     def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+        assert all(storage.expired() for storage in earlier)
         seen.append(tuple(logits.shape))
+        logits.register_hook(lambda grad: earlier.append(StorageWeakRef(grad.untyped_storage())))
+        earlier.append(StorageWeakRef(logits.untyped_storage()))
         return token_losses(logits, labels, VOCAB, Axis.single("tp"), 0.0)
 
     labels = labels_of("all valid")
