@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megagrid.grid.placement import Coordinate, Placement
 
@@ -40,6 +41,12 @@ class Axis:
     def single(cls, name: str, rank: int = 0) -> Axis:
         """An axis along which this rank (global number `rank`) is alone."""
         return cls(name, (rank,), 0)
+
+    @classmethod
+    def of_group(cls, name: str, group_name: str) -> Axis:
+        """The axis whose process group has that name."""
+        group = _resolve_process_group(group_name)
+        return cls(name, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagrid.comm.opaque import opaque
 from megagrid.grid.zigzag import Spans
 from megagrid.nn.attention_kernels import Part, attend, attend_backward
-from megagrid.nn.opaque import opaque
 
 MASKED_QUERIES = 1024
 """Queries of a block that has a mask: the mask's size is so many times the keys."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagrid.comm.opaque import opaque
 from megagrid.comm.p2p import Message, Pending, post
 from megagrid.grid import zigzag
 from megagrid.grid.grid import Axis
@@ -49,55 +50,101 @@ class _Ring:
         self._under_way = []
 
 
+def _like_forward(
+    q: Tensor, kv: Tensor, documents: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse
+
+
+@opaque(_like_forward)
+def _forward(q: Tensor, kv: Tensor, documents: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries, and the logarithm of its normaliser.
+
+    Args:
+        q: (b, heads, n, d).
+        kv: (2, b, kv heads, n, d), this rank's.
+        group: the name of cp's.
+    """
+    axis = Axis.of_group("cp", group)
+    ring = _Ring(kv, axis)
+    runs: dict[int, Sums] = {}
+    for step, of_runs in enumerate(_steps(q, axis, documents)):
+        is_last = step == axis.size - 1
+        if not is_last:
+            ring.pass_on()
+        k, v = ring.here
+        for of_run in of_runs:
+            for block in of_run:
+                sums = runs.setdefault(block.rows.start, Sums())
+                sums.add(*attend(block.part(q, k, v, documents)))
+        if not is_last:
+            ring.arrive()
+    in_order = [runs[row] for row in sorted(runs)]
+    out = torch.cat([sums.out.to(q.dtype) for sums in in_order], dim=2)
+    return out.contiguous(), torch.cat([sums.lse for sums in in_order], dim=2).contiguous()
+
+
+def _like_backward(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+@opaque(_like_backward)
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `q` and `kv`, from that of `out`."""
+    axis = Axis.of_group("cp", group)
+    ring, gradients_ring = _Ring(kv, axis), None
+    dq = 0.0
+    for step, of_runs in enumerate(_steps(q, axis, documents)):
+        is_last = step == axis.size - 1
+        if not is_last:
+            ring.pass_on()
+        k, v = ring.here
+        here = InputGradients.zeros(q, k)
+        for of_run in of_runs:
+            for block in of_run:
+                here.add(block, block.part(q, k, v, documents), grad, out, lse)
+        dq = here.dq + dq
+        dkv = torch.stack([here.dk, here.dv])
+        if gradients_ring is None:
+            gradients_ring = _Ring(dkv, axis)
+        else:
+            gradients_ring.arrive()
+            gradients_ring.here += dkv
+        gradients_ring.pass_on()
+        if not is_last:
+            ring.arrive()
+    gradients_ring.arrive()
+    return dq.to(q.dtype), gradients_ring.here.to(q.dtype)
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, documents: Tensor | None) -> Tensor:
-        ring = _Ring(kv, axis)
-        runs: dict[int, Sums] = {}
-        for step, of_runs in enumerate(_steps(q, axis, documents)):
-            is_last = step == axis.size - 1
-            if not is_last:
-                ring.pass_on()
-            k, v = ring.here
-            for of_run in of_runs:
-                for block in of_run:
-                    sums = runs.setdefault(block.rows.start, Sums())
-                    sums.add(*attend(block.part(q, k, v, documents)))
-            if not is_last:
-                ring.arrive()
-        in_order = [runs[row] for row in sorted(runs)]
-        out = torch.cat([sums.out.to(q.dtype) for sums in in_order], dim=2)
-        lse = torch.cat([sums.lse for sums in in_order], dim=2)
+        ctx.group = axis.group.group_name
+        out, lse = _forward(q, kv, documents, ctx.group)
         ctx.save_for_backward(q, kv, out, lse, documents)
-        ctx.axis = axis
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, documents = ctx.saved_tensors
-        ring, gradients_ring = _Ring(kv, ctx.axis), None
-        dq = 0.0
-        for step, of_runs in enumerate(_steps(q, ctx.axis, documents)):
-            is_last = step == ctx.axis.size - 1
-            if not is_last:
-                ring.pass_on()
-            k, v = ring.here
-            here = InputGradients.zeros(q, k)
-            for of_run in of_runs:
-                for block in of_run:
-                    here.add(block, block.part(q, k, v, documents), grad, out, lse)
-            dq = here.dq + dq
-            dkv = torch.stack([here.dk, here.dv])
-            if gradients_ring is None:
-                gradients_ring = _Ring(dkv, ctx.axis)
-            else:
-                gradients_ring.arrive()
-                gradients_ring.here += dkv
-            gradients_ring.pass_on()
-            if not is_last:
-                ring.arrive()
-        gradients_ring.arrive()
-        return dq.to(q.dtype), gradients_ring.here.to(q.dtype), None, None
+        return *_backward(grad, *ctx.saved_tensors, ctx.group), None, None
 
 
 def _steps(q: Tensor, axis: Axis, documents: Tensor | None):

@@ -543,11 +543,6 @@ MISTAKES = {
         "logging.digest_interval=1",
         told=("logging.digest_interval=1", "train.compile=true", "set it to 0, or"),
     ),
-    "compiled attention over a split sample": override(
-        "train.compile=true",
-        "parallel.context_parallel_size=2",
-        told=("parallel.context_parallel_size=2", "train.compile=true", "set it to 1, or"),
-    ),
     "compiled blocks whose weight gradients are put off": override(
         "train.compile=true",
         "parallel.pipeline_schedule=ZB1P",

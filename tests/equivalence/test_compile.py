@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from megagrid.grid.placement import Placement
 from megagrid.train.build import Engine
 from megagrid.train.step import evaluate
-from tests.equivalence.case import SP, Case, Keys, Variant, strategy
+from tests.equivalence.case import SP, Case, Keys, Variant, exchange, strategy
 from tests.equivalence.trainer import batches_of
 
 LLAMA = Variant("llama", steps=3)
@@ -22,6 +22,7 @@ DOCUMENTS = LLAMA.having(("data.document_mask", True))
 COMPILED: Keys = (("train.compile", True),)
 TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
 """Traced as for inductor, which takes longer to make code."""
+EXCHANGES = ("all_gather", "ring", "ulysses")
 RECOMPUTED = ("memory.recompute", "full")
 
 
@@ -63,8 +64,29 @@ def case(variant: Variant, placement: Placement, *keys: tuple[str, object]) -> C
             case(DOCUMENTS, Placement(dp=2), RECOMPUTED),
         ],
         [case(DOCUMENTS, Placement(tp=2, dp=2))],
+        [
+            *(case(LLAMA, Placement(cp=2), exchange(way)) for way in EXCHANGES),
+            case(DOCUMENTS, Placement(cp=2), exchange("ring")),
+        ],
+        [
+            case(LLAMA, Placement(tp=2, cp=2), exchange("ring"), SP),
+            case(LLAMA, Placement(pp=2, cp=2), exchange("all_gather")),
+            case(GPT, Placement(dp=2, cp=2), exchange("ulysses"), RECOMPUTED),
+            case(DOCUMENTS, Placement(cp=4), exchange("all_gather")),
+        ],
     ],
-    ids=["alone", "tp", "pp", "recompute", "dp", "two axes", "documents", "of two axes"],
+    ids=[
+        "alone",
+        "tp",
+        "pp",
+        "recompute",
+        "dp",
+        "two axes",
+        "documents",
+        "of two axes",
+        "cp",
+        "cp and another",
+    ],
 )
 def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
     equivalence.check(
@@ -75,8 +97,12 @@ def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "placement", "keys"),
-    [(GPT, Placement(tp=2), (SP,)), (LLAMA, Placement(dp=2), ())],
-    ids=["gpt-tp2-sp", "llama-dp2"],
+    [
+        (GPT, Placement(tp=2), (SP,)),
+        (LLAMA, Placement(dp=2), ()),
+        (DOCUMENTS, Placement(cp=2), (exchange("ring"),)),
+    ],
+    ids=["gpt-tp2-sp", "llama-dp2", "documents-cp2-ring"],
 )
 def test_generated_code_changes_nothing(equivalence, variant, placement, keys):
     """Among it the masks of dropout, whose integers overflow."""

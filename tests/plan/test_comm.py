@@ -238,6 +238,9 @@ CASES = [
     Case(cp=2, keys=exchange("all_gather") | recompute("selective")),
     Case(cp=2, keys=exchange("ring") | recompute("selective")),
     Case(cp=2, tp=2, keys=exchange("ulysses") | recompute("full", 2) | SP),
+    Case(cp=2, tp=2, keys=exchange("all_gather") | SP | COMPILED),
+    Case(cp=2, tp=2, keys=exchange("ring") | SP | COMPILED),
+    Case(cp=2, keys=exchange("ulysses") | COMPILED),
 ]
 
 

@@ -126,13 +126,12 @@ def compiled_blocks_choose_what_they_keep(config: Config) -> None:
 
 
 def compiled_blocks_are_whole_and_alone(config: Config) -> None:
-    """What reaches into a block, or waits for others in its midst, isn't traced as one graph."""
-    cp, schedule = config.parallel.context_parallel_size, config.parallel.pipeline_schedule
+    """What reaches into a block isn't traced with it."""
+    schedule = config.parallel.pipeline_schedule
     is_of_file = config.parallel.pipeline_schedule_file is not None
     puts_off = schedule in PUT_OFF_WEIGHTS and not is_of_file
     interval = config.logging.digest_interval
     for key, is_asked_for, remedy in (
-        (f"parallel.context_parallel_size={cp}", cp > 1, "1"),
         ("memory.activation_offload=true", config.memory.activation_offload, "false"),
         # Their modules don't call the hooks that digest what they put out.
         (f"logging.digest_interval={interval}", interval > 0, "0"),

@@ -1,8 +1,9 @@
 """Functions that torch.compile takes as one operator, and doesn't look into.
 
-A compiler that sees what such a function does would move it about: keep for backward a mask that
-backward makes again on purpose, because it is as large as a sample is long times itself; or break
-the graph at a message. Uncompiled they are what they are, and nothing stands in between.
+A compiler that sees what such a function does moves it about: it keeps for backward a mask that
+backward makes again on purpose, because it is as large as a sample is long times itself; or it
+breaks the graph at messages between two ranks. Uncompiled they are what they are, and nothing
+stands in between.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+
+from megagrid.comm.ledger import Ledger
 
 
 def opaque(like: Callable[..., Any] | None = None) -> Callable[[Callable], Callable]:
@@ -30,6 +33,13 @@ def opaque(like: Callable[..., Any] | None = None) -> Callable[[Callable], Calla
         name = f"{OPS}::{module}{function.__name__}"
         operator = torch.library.custom_op(name, function, mutates_args=())
         operator.register_fake(like or function)
+
+        # Otherwise no mode sees what an operator consists of: its messages are to be counted.
+        def look_inside(ledger: Ledger, op: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+            with ledger:
+                return function(*args, **kwargs)
+
+        torch.library.register_torch_dispatch(name, Ledger, look_inside)
 
         @wraps(function)
         def call(*args: Any) -> Any:
