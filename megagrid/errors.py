@@ -33,4 +33,9 @@ class PeerError(Exception):
     """Another rank of the run is gone, so that this one can't go on.
 
     Nobody's mistake on this rank: what ended the other one is the reason, and is told elsewhere.
+
+    Attributes:
+        is_told: whether another rank has said as much, of all ranks.
     """
+
+    is_told = False

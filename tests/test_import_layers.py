@@ -27,6 +27,7 @@ LAYERS = (
     ("model",),
     ("pipeline", "data_parallel", "optim", "checkpoint"),
     ("hf",),
+    ("health",),
     ("train",),
     ("dryrun",),
     ("cli", "__main__"),
@@ -42,6 +43,7 @@ TORCH_FREE += (
     "grid.bootstrap",
 )
 TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
+TORCH_FREE += ("health.beat", "health.heart", "health.verdict", "health.watch", "train.heartbeat")
 TORCH_FREE += ("train.report_command", "dryrun.command")
 TORCH_FREE += ("train.report_command", "train.compare_command", "train.compare")
 TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")

@@ -220,7 +220,10 @@ class TrainConfig(Section):
     device: str = "auto"
     """"auto": the accelerator if there is one, else cpu; or a device type by name."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 600.0
-    """A collective that waits longer ends the job."""
+    """A collective that waits longer ends the job, with a word on which rank is to blame."""
+    setup_timeout_seconds: Annotated[float, Field(gt=0, le=10_000_000)] = 1800.0
+    """The same until a rank has made a step, while ranks start, load, and index their data, some of
+    which one does for all; `timeout_seconds` if that is longer."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -410,6 +413,9 @@ class LoggingConfig(Section):
     """Steps between lines on the console; metrics.jsonl has every step."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one device in TFLOP/s, for MFU and HFU; None: by the device's name, if known."""
+    beat_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Seconds between a rank's beats: what it writes of itself to RUN/ranks, see
+    `megagrid.health.beat`. A tenth of train.timeout_seconds at most."""
     trace_interval: NonNegativeInt = 0
     """Steps between steps whose pipeline actions are timed, for `megagrid report`; 0: none."""
     digest_interval: NonNegativeInt = 0

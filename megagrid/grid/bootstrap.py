@@ -15,6 +15,9 @@ from megagrid.errors import GridError
 
 LAUNCHER = "MEGAGRID_LAUNCHER"
 
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+"""How often SLURM has queued a job again, and torchrun started its ranks again."""
+
 DETERMINISTIC = {
     # cuBLAS then has one workspace, of a size that doesn't depend on what else runs, and splits a
     # product alike each time. torch refuses its deterministic mode without it.
@@ -50,6 +53,19 @@ class RankEnvironment:
     error_file: str | None = None
 
 
+@dataclass(frozen=True)
+class Job:
+    """What scheduler and launcher call this start of a run.
+
+    Attributes:
+        id: of the job, an array's with the task's number; None without a scheduler.
+        restarts: how often either has started it again.
+    """
+
+    id: str | None = None
+    restarts: int = 0
+
+
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process as a rank of a run."""
     return "RANK" in environ
@@ -80,6 +96,16 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         master_port=_number(environ, "MASTER_PORT"),
         launcher=_number(environ, LAUNCHER) if LAUNCHER in environ else None,
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
+    )
+
+
+def read_job(environ: Mapping[str, str] = os.environ) -> Job:
+    """The job that this process is of."""
+    job, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    counts = (environ.get(name, "") for name in RESTARTS)
+    return Job(
+        id=f"{job}_{task}" if job and task else environ.get("SLURM_JOB_ID"),
+        restarts=sum(int(count) for count in counts if count.isdigit()),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megagrid.config.rules import check
 from megagrid.config.schema import Config
@@ -18,6 +20,9 @@ from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
 from megagrid.pipeline.program import training_schedule
+
+SECONDS_BEHIND = 30.0
+"""That a backend's own time-out comes after `train.timeout_seconds`, for ranks that can't tell."""
 
 
 @contextmanager
@@ -93,7 +98,20 @@ def grid_of(
 
 
 def _timeout(config: Config) -> timedelta:
-    return timedelta(seconds=config.train.timeout_seconds)
+    """Of a collective before the first step. The rank's heart gives up sooner, and says why."""
+    train = config.train
+    seconds = max(train.timeout_seconds, train.setup_timeout_seconds)
+    return timedelta(seconds=seconds + SECONDS_BEHIND)
+
+
+def expect_steps(config: Config, grid: Grid) -> None:
+    """From now on collectives of `grid` wait no longer than a step may."""
+    timeout = timedelta(seconds=config.train.timeout_seconds + SECONDS_BEHIND)
+    groups = {id(axis.group): axis.group for axis in grid.axes.values() if axis.group is not None}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        for group in groups.values():
+            _set_pg_timeout(timeout, group)
 
 
 def select_device(name: str, local_rank: int) -> torch.device:

@@ -28,11 +28,13 @@ from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError, PeerError
 from megagrid.exit_codes import INTERRUPTED, PEER_LOST, USER_MISTAKE
 from megagrid.grid import bootstrap
+from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.hf.checks import check_folders
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
 from megagrid.plan.show_units import print_units
 from megagrid.terminal import warn_on_stderr
+from megagrid.train.heartbeat import make_heart
 from megagrid.train.launch import (
     end_with_launcher,
     record_mistake,
@@ -75,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             with interrupts_win():
                 return _run_rank(arguments)
         except PeerError as error:
-            print(error, file=sys.stderr)
+            if not error.is_told:
+                print(error, file=sys.stderr)
             # At once: a thread that writes a checkpoint may wait for the lost peer's part, and the
             # peers of this rank only learn of the loss from its end.
             sys.stdout.flush()
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             config.train.device,
         )
     with interrupts_win():
-        return _train(config, StopRequest())
+        return _train(config, StopRequest(), bootstrap.read())
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:
@@ -122,7 +125,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
             end_with_launcher(environment.launcher, config.checkpoint.seconds_to_stop)
         elif environment.rank == 0:
             _warn(config)
-        code = _train(config, stop)
+        code = _train(config, stop, environment)
         if environment.error_file is not None and (stop.is_made or code):
             record_stop(code, environment.error_file)
         return code
@@ -172,12 +175,20 @@ def _warn(config: Config) -> None:
         warn_on_stderr(text)
 
 
-def _train(config: Config, stop: StopRequest) -> int:
+def _train(config: Config, stop: StopRequest, environment: RankEnvironment) -> int:
     if config.train.deterministic:
         bootstrap.make_deterministic()
-    from megagrid.train.run import train  # imports torch, which the checks before it don't need
+    heart = make_heart(config, environment)
+    with heart.beating():
+        from megagrid.train.run import train  # imports torch, which the checks before it don't need
 
-    return train(config, stop)
+        try:
+            code = train(config, stop, heart)
+        except PeerError as error:
+            error.is_told = heart.is_told
+            raise
+        heart.end(code)
+        return code
 
 
 def check_inputs(config: Config) -> None:

@@ -26,7 +26,7 @@ GB = 10**9
 
 _PEER_IS_GONE = re.compile(
     r"connection (was likely )?closed|closed the connection|connection reset|broken pipe"
-    r"|socket closed|ncclRemoteError|communicator was aborted",
+    r"|socket closed|ncclRemoteError|communicator was aborted|timed out",
     re.IGNORECASE,
 )
 _NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"

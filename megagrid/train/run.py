@@ -18,7 +18,18 @@ from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import STOPPED
 from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
-from megagrid.grid.start import running_grid, with_shard_size
+from megagrid.grid.start import expect_steps, running_grid, with_shard_size
+from megagrid.health.beat import (
+    ENDING,
+    EVALUATING,
+    JOINING,
+    LOADING,
+    SAVING,
+    TRAINING,
+    forget,
+)
+from megagrid.health.heart import Heart, Pulse
+from megagrid.health.stacks import StackSampler
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
 from megagrid.train.attempt import Attempt, StepMaker, find_nan_hint, remedies
@@ -48,19 +59,24 @@ from megagrid.train.trace import TraceLog
 from megagrid.train.tracking import WandbTracker
 
 
-def train(config: Config, stop: StopRequest) -> int:
+def train(config: Config, stop: StopRequest, heart: Heart) -> int:
     """Train on this rank until the last step, or until any rank is asked to stop; returns the exit
     code."""
-    environment = bootstrap.read()
+    environment, pulse = bootstrap.read(), heart.pulse
+    pulse.enter(JOINING)
     with (
         told_in_a_line(config, environment),
         running_grid(config, environment) as grid,
         deterministic_kernels(config.train.deterministic),
         stop.by_signals(),
     ):
+        pulse.device = str(grid.device)
+        pulse.enter(LOADING)
+        heart.look_with(StackSampler(grid.rank, grid.device.type))
         config = with_shard_size(config, grid.dp_shard.size)
         check_memory(config, grid, environment)
-        code = Run(config, grid, stop).run()
+        code = Run(config, grid, stop, pulse).run()
+        pulse.enter(ENDING)
     if code == 0 and environment.rank == 0:
         _export(config)  # nobody waits for it: the ranks have let go of each other
     return code
@@ -71,16 +87,24 @@ class Run:
 
     Args:
         stop: asks the run to end after the step that it is in.
+        pulse: told how far it is.
 
     Attributes:
         speaks: whether this rank is the one that prints and writes records.
         maker: tries its steps.
     """
 
-    def __init__(self, config: Config, grid: Grid, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        stop: StopRequest | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.config = config
         self.grid = grid
         self._stop = stop or StopRequest()
+        self._pulse = pulse or Pulse()
         self._heard = News()
         self.speaks = grid.rank == 0
         # No method, which would keep a run that failed to begin, and with it the folder's lock.
@@ -90,6 +114,7 @@ class Run:
         self._lock: TextIO | None = None
         self._saves: MetricsLog[SaveRecord] | None = None
         checkpoint.on_first_rank(self._take_folder, grid.world)
+        self._pulse.owns_folder = True
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
         self.state = RunState(self.engine, self.data.fingerprint)
@@ -125,6 +150,8 @@ class Run:
         trace = self._open_trace()
         watch = Stopwatch()
         steps = self.loader.steps(self.progress.consumed_samples)
+        self._pulse.step = self.progress.step
+        self._pulse.enter(TRAINING)
         try:
             while not self._is_over:
                 with watch.part("data"):
@@ -141,6 +168,7 @@ class Run:
                         self._roll_back(attempt, [*sinks, trace, self.digests])
                     case Action.END:
                         self._end_for(attempt)
+                self._note_progress()
                 self._save_if_due(attempt)
                 watch.lap()  # evaluating and saving are no part of a step
             self.saver.finish()
@@ -158,6 +186,11 @@ class Run:
                     sink.close()
             self._saves = None
         return self._end()
+
+    def _note_progress(self) -> None:
+        if not self._pulse.is_under_way:
+            expect_steps(self.config, self.grid)
+        self._pulse.made(self.progress.step)
 
     def _end(self) -> int:
         """Say so if the run has ended early; returns the exit code."""
@@ -240,11 +273,14 @@ class Run:
         if self.data.valid is None or not is_due:
             return None
         loader = self._loader(self.data.valid, pad=True)
-        return evaluate(self.engine, list(islice(loader.steps(), self.config.evaluation.batches)))
+        with self._pulse.within(EVALUATING):
+            steps = islice(loader.steps(), self.config.evaluation.batches)
+            return evaluate(self.engine, list(steps))
 
     def save(self, *, is_last: bool = False) -> None:
         """Save the run as it is. Collective; see `Saver.save`."""
-        self.saver.save(self.state, is_last=is_last)
+        with self._pulse.within(SAVING):
+            self.saver.save(self.state, is_last=is_last)
 
     def _save_if_due(self, attempt: Attempt) -> None:
         """Save after steps that are to be saved and, whatever the recipe says, after the one that
@@ -288,6 +324,7 @@ class Run:
 
     def _take_folder(self) -> None:
         self._lock = lock_folder(self.folder)
+        forget(self.folder, self.grid.world.size)
 
     def _open_sinks(self) -> list[Sink]:
         """Where records go: nowhere, but on the rank that speaks."""

@@ -161,6 +161,7 @@ class _TokenCount:
         count = sum(batch.valid_tokens for batch in batches)
         self._count = torch.tensor(count, dtype=torch.int64, device=device)
         self._work = None
+        self.axis = axis
         if axis.size > 1:
             self._work = dist.all_reduce(self._count, group=axis.group, async_op=True)
 

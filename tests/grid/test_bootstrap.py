@@ -57,3 +57,20 @@ def test_memory_is_the_machines_or_what_a_control_group_leaves(tmp_path, files, 
 
 def test_memory_of_this_machine_is_known():
     assert 0 < bootstrap.memory_bytes() <= bootstrap.memory_bytes(Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        ({}, (None, 0)),
+        ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("17", 2)),
+        (
+            {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"},
+            ("17_1", 0),
+        ),
+        ({"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, (None, 2)),
+    ],
+)
+def test_a_job_and_its_restarts_are_the_schedulers_and_the_launchers(environ, job):
+    found = bootstrap.read_job(environ)
+    assert (found.id, found.restarts) == job

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Axis
 from megagrid.grid.placement import Placement
-from megagrid.grid.start import _cluster, grid_of, with_shard_size
+from megagrid.grid.start import _cluster, expect_steps, grid_of, with_shard_size
 from tests.end_to_end.t0 import strategy, t0
 
 
@@ -54,3 +54,22 @@ def test_a_stated_size_and_neighbours_between_passes_are_the_grids(ranks):
         ("dp_reshard", (2, 3), 0),
         ("dp_reshard", (2, 3), 1),
     ]
+
+
+def timeouts_before_and_in_steps(placement: Placement, keys: dict) -> list[tuple[float, float]]:
+    """Seconds that a collective of each group may take."""
+    config = t0("unused", placement, keys)
+    grid = grid_of(config, placement, dist.get_rank(), "cpu")
+    groups = [axis.group for axis in (grid.tp, grid.dp, grid.stage, grid.host)]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    before = [one._timeout.total_seconds() for one in options]
+    expect_steps(config, grid)
+    return list(zip(before, (one._timeout.total_seconds() for one in options), strict=True))
+
+
+def test_before_the_first_step_collectives_may_wait_longer(ranks):
+    """E6. By themselves; a rank's heart gives up sooner."""
+    keys = {"train": {"timeout_seconds": 5.0, "setup_timeout_seconds": 100.0}}
+    placement = Placement(tp=2, dp=2)
+    for found in ranks.run(timeouts_before_and_in_steps, placement, keys, world_size=4):
+        assert found == [(130.0, 35.0)] * 4

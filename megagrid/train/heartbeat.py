@@ -1,0 +1,32 @@
+"""The heart of a rank that trains: who it beats for, and what it watches. Imports no torch."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from megagrid.config.rules import placement
+from megagrid.config.schema import Config
+from megagrid.grid import bootstrap
+from megagrid.grid.bootstrap import RankEnvironment
+from megagrid.health.heart import Heart, Identity, Pulse
+from megagrid.health.watch import Watch
+
+BEATS_IN_TIMEOUT = 10
+"""Beats while a rank waits for as long as it may: enough to tell silence from a late one."""
+
+
+def make_heart(config: Config, environment: RankEnvironment) -> Heart:
+    """A heart that doesn't beat yet."""
+    run, train = Path(config.logging.run_dir), config.train
+    grid = placement(config, environment.world_size)
+    identity = Identity(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        coordinate=grid.coordinate(environment.rank),
+        host=platform.node(),
+        job=bootstrap.read_job(),
+    )
+    watch = Watch(run, train.timeout_seconds, train.setup_timeout_seconds)
+    interval = min(config.logging.beat_seconds, train.timeout_seconds / BEATS_IN_TIMEOUT)
+    return Heart(run, identity, interval, Pulse(), watch)

@@ -1,0 +1,111 @@
+"""Ranks that stop, hang or are slow, as processes: the others end within a bound and name them.
+
+Row E6 of the faults that other trainers have had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megagrid.health.beat import DONE, LEFT_ALONE, Beat, read_beats
+from megagrid.train.metrics import read_records
+from tests.end_to_end.t0 import DP2, TP2, TP2PP2
+from tests.end_to_end.test_processes import Job
+
+TIMEOUT_S = 3.0
+
+SHORT = {"train": {"timeout_seconds": TIMEOUT_S}}
+ENDLESS = {"train": {"steps": 10**6, "timeout_seconds": TIMEOUT_S}}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a job of ranks that wait for each other no longer than TIMEOUT_S."""
+    made: list[Job] = []
+
+    def make(*arguments, **keys) -> Job:
+        made.append(Job(tmp_path, *arguments, **keys))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
+
+
+def faulty(ranks: int) -> str:
+    """What starts `ranks`, one of which has a fault."""
+    torchrun = "torch.distributed.run --standalone --nproc-per-node"
+    return f"{torchrun} {ranks} -m tests.end_to_end.faulty"
+
+
+def beats(run: Job) -> dict[int, Beat]:
+    return read_beats(run.folder / "run")
+
+
+def verdict(run: Job) -> dict:
+    return json.loads((run.folder / "run" / "ranks" / "verdict.json").read_text())
+
+
+def told(run: Job) -> str:
+    """The verdict as it stands on stderr: once, in a line, without a traceback."""
+    errors = (run.folder / "err").read_text()
+    (line,) = re.findall(r"^rank .*, longer than .*$", errors, re.MULTILINE)
+    assert "lost a peer" not in errors
+    assert not re.search(r'^ +File ".*/megagrid/', errors, re.MULTILINE)
+    assert line == verdict(run)["line"]
+    return line
+
+
+def test_a_stopped_rank_is_named_and_the_others_end(job):
+    stopped = job(TP2PP2, ENDLESS).start("checkpoint.seconds_to_stop=2")
+    stopped.wait_for_step(2)
+    victim = beats(stopped)[2]
+    assert (victim.coordinate.pp, victim.coordinate.tp) == (1, 0)
+    os.kill(victim.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    others = [beat.pid for rank, beat in beats(stopped).items() if rank != 2]
+    while any(Path(f"/proc/{pid}/task").exists() for pid in others):
+        assert time.monotonic() - begun < TIMEOUT_S + 60
+        time.sleep(0.1)
+    os.kill(victim.pid, signal.SIGKILL)  # whoever started the ranks would, some time
+    assert stopped.end().code != 0
+    line = told(stopped)
+    assert f", longer than train.timeout_seconds={TIMEOUT_S:g}: " in line
+    assert f"{victim.who} is stopped or dead, without a beat for " in line
+    assert verdict(stopped)["blamed"] == [2]
+    assert len(verdict(stopped)["ranks"]) == 4
+    assert LEFT_ALONE in {beat.end.how for beat in beats(stopped).values() if beat.end}
+
+
+@pytest.mark.parametrize(
+    ("fault", "placement", "place"),
+    [("hang in compute", TP2, "spin"), ("hang in read", DP2, "read_without_end")],
+)
+def test_a_rank_that_hangs_is_named_with_the_place_and_ends_too(
+    job,
+    fault,
+    placement,
+    place,
+):
+    hung = job(placement, ENDLESS, starter=faulty(2)).start(FAULT=fault, FAULTY_RANK="1")
+    assert hung.end().code != 0
+    who = beats(hung)[1].who
+    assert f"{who} is alive but is in {place} (tests/end_to_end/faulty.py:" in told(hung)
+    assert {beat.end.how for beat in beats(hung).values()} == {LEFT_ALONE}
+    assert verdict(hung)["blamed"] == [1]
+
+
+def test_ranks_wait_for_an_index_that_the_first_one_builds(job):
+    """E6."""
+    waiting = job(DP2, SHORT, starter=faulty(2)).start(FAULT="slow index", FAULTY_RANK="0")
+    assert waiting.end().code == 0
+    assert [r.step for r in read_records(waiting.folder / "run" / "metrics.jsonl")][-1] == 8
+    assert {beat.end.how for beat in beats(waiting).values()} == {DONE}
