@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from megagrid.grid.placement import Coordinate, Placement
+from megagrid.grid.placement import Coordinate, Placement, axis_groups
 
 
 @dataclass(frozen=True)
@@ -148,39 +148,36 @@ def build_grid(
             return None
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
 
-    everyone = tuple(range(placement.world_size))
-    kv_copies = max(1, placement.tp // num_kv_heads)
-    tp, dp = axis("tp", placement.groups("tp")), axis("dp", placement.groups("dp"))
-    dp_cp = dp if placement.cp == 1 else axis("dp_cp", placement.groups("dp", "cp"))
+    groups = axis_groups(
+        placement,
+        num_kv_heads=num_kv_heads,
+        ends=ends,
+        shard_size=shard_size,
+        reshard_size=reshard_size,
+    )
+    (everyone,) = groups["world"]
+    tp, dp = axis("tp", groups["tp"]), axis("dp", groups["dp"])
+    dp_cp = dp if placement.cp == 1 else axis("dp_cp", groups["dp_cp"])
     is_all = shard_size in (None, dp_cp.size)
-    shards, replicas = placement.shard_groups(shard_size or dp_cp.size)
     return Grid(
         placement=placement,
         rank=rank,
         device=torch.device(device),
         tp=tp,
-        cp=axis("cp", placement.groups("cp")),
+        cp=axis("cp", groups["cp"]),
         dp=dp,
-        pp=axis("pp", placement.groups("pp")),
+        pp=axis("pp", groups["pp"]),
         dp_cp=dp_cp,
-        dp_shard=dp_cp if is_all else axis("dp_shard", shards),
-        dp_replicate=axis("dp_replicate", replicas),
-        dp_reshard=axis("dp_reshard", placement.shard_groups(reshard_size or 1)[0]),
-        stage=axis("stage", placement.groups("dp", "cp", "tp"))
+        dp_shard=dp_cp if is_all else axis("dp_shard", groups["dp_shard"]),
+        dp_replicate=axis("dp_replicate", groups["dp_replicate"]),
+        dp_reshard=axis("dp_reshard", groups["dp_reshard"]),
+        stage=axis("stage", groups["stage"])
         if tp.size > 1 and dp_cp.size > 1
         else max(tp, dp_cp, key=lambda axis: axis.size),
         world=Axis(
             "world", everyone, rank, dist.group.WORLD if has_groups and len(everyone) > 1 else None
         ),
-        embedding=axis("embedding", _ends(placement.groups("pp"), *ends)),
-        kv=axis("kv", _runs(placement.groups("tp"), kv_copies)),
+        embedding=axis("embedding", groups["embedding"]),
+        kv=axis("kv", groups["kv"]),
         host=axis("host", [everyone], backend=host_backend),
     )
-
-
-def _ends(pipelines: list[tuple[int, ...]], first: int, last: int) -> list[tuple[int, ...]]:
-    return [(ranks[first], ranks[last]) for ranks in pipelines if ranks[first] != ranks[last]]
-
-
-def _runs(groups: list[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
-    return [ranks[i : i + length] for ranks in groups for i in range(0, len(ranks), length)]

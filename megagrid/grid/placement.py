@@ -136,6 +136,42 @@ class Placement:
         return sizes.pop()
 
 
+def axis_groups(
+    placement: Placement,
+    *,
+    num_kv_heads: int,
+    ends: tuple[int, int],
+    shard_size: int | None = None,
+    reshard_size: int | None = None,
+) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks along every axis by name, as `megagrid.grid.grid.Grid` describes them.
+
+    Args:
+        num_kv_heads: of the model; below tp it decides which ranks hold the same key/value head.
+        ends: the pp ranks of the first and the last stage, as the schedule places them.
+        shard_size: ranks of `dp_shard`; None: all of dp_cp.
+        reshard_size: ranks of `dp_reshard`; None: nothing is split so.
+    """
+    copies = max(1, placement.tp // num_kv_heads)
+    shards, replicas = placement.shard_groups(shard_size or placement.dp * placement.cp)
+    first, last = ends
+    pipelines, tp = placement.groups("pp"), placement.groups("tp")
+    return {
+        "tp": tp,
+        "cp": placement.groups("cp"),
+        "dp": placement.groups("dp"),
+        "pp": pipelines,
+        "dp_cp": placement.groups("dp", "cp"),
+        "dp_shard": shards,
+        "dp_replicate": replicas,
+        "dp_reshard": placement.shard_groups(reshard_size or 1)[0],
+        "stage": placement.groups("dp", "cp", "tp"),
+        "world": placement.groups(*AXES),
+        "embedding": [(p[first], p[last]) for p in pipelines if p[first] != p[last]],
+        "kv": [group[i : i + copies] for group in tp for i in range(0, len(group), copies)],
+    }
+
+
 def check_tp_inside_nodes(placement: Placement, cluster: Cluster) -> None:
     """Refuse a grid in which a tp group crosses nodes; the error names a layout that doesn't.
 

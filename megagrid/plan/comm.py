@@ -81,6 +81,7 @@ class Row:
         calls: on this rank, in one step.
         bytes: of one call: an all-reduce's or reduce-scatter's input, an all-gather's output, a
             message.
+        peer: of a message, the other rank's index along the axis.
     """
 
     what: str
@@ -88,6 +89,7 @@ class Row:
     collective: str
     calls: int
     bytes: int
+    peer: int | None = None
 
 
 REGIONS: dict[str, dict[bool, tuple[str | None, str | None]]] = {
@@ -265,9 +267,10 @@ def _context_parallel(rank: _Rank) -> Iterator[Row]:
     else:
         calls = (forward + backward) * (cp - 1)
         sums = keys_values // rank.compute_bytes * max(4, rank.compute_bytes)
-        for direction in ("send", "recv"):
-            yield Row("keys and values", "cp", direction, calls, keys_values)
-            yield Row("their gradients", "cp", direction, backward * cp, sums)
+        for direction, step in (("send", 1), ("recv", -1)):
+            peer = (rank.coordinate.cp + step) % cp
+            yield Row("keys and values", "cp", direction, calls, keys_values, peer)
+            yield Row("their gradients", "cp", direction, backward * cp, sums, peer)
 
 
 def _pipeline(rank: _Rank) -> Iterator[Row]:
@@ -277,11 +280,13 @@ def _pipeline(rank: _Rank) -> Iterator[Row]:
         before, after = (rank.schedule.rank_of_stage(n) for n in (stage, stage + 1))
         if before == after:
             continue
-        for pp_rank, forward, backward in ((before, "send", "recv"), (after, "recv", "send")):
-            if pp_rank == rank.coordinate.pp:
-                between = f"stage {stage} to {stage + 1}"
-                yield Row(f"hidden, {between}", "pp", forward, rank.microbatches, message)
-                yield Row(f"gradient, {between}", "pp", backward, rank.microbatches, message)
+        between, m = f"stage {stage} to {stage + 1}", rank.microbatches
+        if before == rank.coordinate.pp:
+            yield Row(f"hidden, {between}", "pp", "send", m, message, after)
+            yield Row(f"gradient, {between}", "pp", "recv", m, message, after)
+        if after == rank.coordinate.pp:
+            yield Row(f"hidden, {between}", "pp", "recv", m, message, before)
+            yield Row(f"gradient, {between}", "pp", "send", m, message, before)
 
 
 def _data_parallel(rank: _Rank) -> Iterator[Row]:
