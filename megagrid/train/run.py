@@ -38,7 +38,7 @@ from megagrid.train.console import ConsoleTable, save_line
 from megagrid.train.determinism import deterministic_kernels
 from megagrid.train.digest import DigestLog
 from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
-from megagrid.train.folder import lock_folder
+from megagrid.train.folder import SECONDS_TO_DIE, lock_folder
 from megagrid.train.guards import Action
 from megagrid.train.metrics import (
     EVERY_STEP,
@@ -48,6 +48,7 @@ from megagrid.train.metrics import (
     Sink,
     StepRecord,
     Stopwatch,
+    read_records,
 )
 from megagrid.train.past import Past
 from megagrid.train.recording import Recorder, guard_record
@@ -56,7 +57,9 @@ from megagrid.train.state import Progress, RunState
 from megagrid.train.step import News, evaluate
 from megagrid.train.stopping import StopRequest
 from megagrid.train.trace import TraceLog
-from megagrid.train.tracking import WandbTracker
+from megagrid.train.tracking import WandbTracker, wandb_run_id
+
+METRICS = "metrics.jsonl"
 
 
 def train(config: Config, stop: StopRequest, heart: Heart) -> int:
@@ -323,24 +326,33 @@ class Run:
         )
 
     def _take_folder(self) -> None:
-        self._lock = lock_folder(self.folder)
+        # Half of the time in which the others wait for this rank.
+        patience = min(SECONDS_TO_DIE, self.config.train.setup_timeout_seconds / 2)
+        self._lock = lock_folder(self.folder, bootstrap.read_job(), patience)
         forget(self.folder, self.grid.world.size)
 
     def _open_sinks(self) -> list[Sink]:
         """Where records go: nowhere, but on the rank that speaks."""
         if not self.speaks:
             return []
-        logging = self.config.logging
+        tracker = self._open_tracker()  # before what is no longer so is dropped from the records
         (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         self._saves = MetricsLog(self.folder / "saves.jsonl", self.progress.step, SaveRecord)
-        sinks: list[Sink] = [
-            MetricsLog(self.folder / "metrics.jsonl", self.progress.step),
-            ConsoleTable(self.total_steps, logging.interval),
+        return [
+            MetricsLog(self.folder / METRICS, self.progress.step),
+            ConsoleTable(self.total_steps, self.config.logging.interval),
+            *tracker,
         ]
-        if logging.wandb != "off":
-            settings = self.config.model_dump()
-            sinks.append(WandbTracker(logging, settings, self.progress.step))
-        return sinks
+
+    def _open_tracker(self) -> list[Sink]:
+        logging, step, metrics = self.config.logging, self.progress.step, self.folder / METRICS
+        if logging.wandb == "off":
+            return []
+        resumes = step > 0 or self.config.checkpoint.resume is not None
+        run_id, goes_on = wandb_run_id(self.folder, bootstrap.read_job(), resumes=resumes)
+        former = read_records(metrics) if goes_on and metrics.is_file() else []
+        again = [record for record in former if record.step > step]
+        return [WandbTracker(logging, self.config.model_dump(), run_id, again)]
 
     def _open_trace(self) -> TraceLog:
         return TraceLog(

@@ -14,19 +14,23 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megagrid.config.schema import LoggingConfig
+from megagrid.grid.bootstrap import Job
 from megagrid.terminal import warn_on_stderr
 from megagrid.train.metrics import StepRecord
 
 RUN_ID_FILE = "wandb-run-id"
-"""In the run's folder: the id under which wandb knows the run, so that a resume continues it."""
+"""In the run's folder: the id under which wandb knows the run, so that a resume continues it, and
+the scheduler's job that made it."""
 
 LARGEST_BACKLOG = 10_000
 """Records that wait for wandb before it is given up."""
+
+LARGEST_STEP = 2**63
 
 
 class WandbTracker:
@@ -35,7 +39,9 @@ class WandbTracker:
     Args:
         logging: its `wandb` key says "online" or "offline", "off" makes no tracker.
         config: what wandb shows as the run's configuration.
-        resume_step: last step that the run keeps; 0 begins a new run in wandb too.
+        run_id: the id that the run has in wandb, see `wandb_run_id`.
+        former: records that wandb may have of steps that are to be made again. Those that come out
+            the same aren't logged twice.
         warn: told once why tracking ended.
         patience_s: longest wait in `close` for what isn't sent yet.
     """
@@ -44,13 +50,15 @@ class WandbTracker:
         self,
         logging: LoggingConfig,
         config: Mapping[str, Any],
-        resume_step: int = 0,
+        run_id: str,
+        former: Iterable[StepRecord] = (),
         warn: Callable[[str], None] = warn_on_stderr,
         patience_s: float = 60.0,
     ) -> None:
         self._logging = logging
         self._config = dict(config)
-        self._resume_step = resume_step
+        self._run_id = run_id
+        self._former = {record.step: _computed(record) for record in former}
         self._warn = warn
         self._patience_s = patience_s
         self._records: queue.Queue[StepRecord | None] = queue.Queue(LARGEST_BACKLOG)
@@ -84,8 +92,11 @@ class WandbTracker:
     def _work(self) -> None:
         try:
             run = self._start()
+            # Where wandb tells what it has: a machine that died may have kept the last to itself.
+            last = run.summary.get("step") or LARGEST_STEP
             while (record := self._records.get()) is not None and not self._has_ended:
-                run.log(to_wandb(record))
+                if record.step > last or self._former.pop(record.step, None) != _computed(record):
+                    run.log(to_wandb(record))
             run.finish()
         except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -100,7 +111,7 @@ class WandbTracker:
             project=self._logging.wandb_project,
             name=self._logging.wandb_name,
             dir=str(folder),
-            id=wandb_run_id(folder, self._resume_step),
+            id=self._run_id,
             resume="allow",
             config=self._config,
             settings={
@@ -138,12 +149,24 @@ def to_wandb(record: StepRecord) -> dict[str, float]:
     return numbers | parts | ({"peak_memory_bytes": max(peak)} if peak else {})
 
 
-def wandb_run_id(run_dir: Path, resume_step: int) -> str:
-    """The id that the run has in wandb: the former one if it resumes, else a new one."""
+def _computed(record: StepRecord) -> tuple[float | None, ...]:
+    """What no clock has a say in; equal numbers are of one step of one trajectory."""
+    return record.loss, record.grad_norm, record.lr, record.valid_loss, record.sample_ids
+
+
+def wandb_run_id(run_dir: Path, job: Job, *, resumes: bool) -> tuple[str, bool]:
+    """The id that the run has in wandb, and whether it is the former one, with which it goes on.
+
+    Args:
+        job: one that starts again goes on, even if it hadn't saved yet.
+        resumes: whether the run is asked to go on, or does.
+    """
     path = run_dir / RUN_ID_FILE
-    if resume_step and path.is_file():
-        return path.read_text(encoding="utf-8").strip()
+    if path.is_file():
+        former, *of_job = path.read_text(encoding="utf-8").split()
+        if resumes or job.restarts > 0 or of_job == [job.id]:
+            return former, True
     run_dir.mkdir(parents=True, exist_ok=True)
     run_id = secrets.token_hex(4)
-    path.write_text(run_id + "\n", encoding="utf-8")
-    return run_id
+    path.write_text(f"{run_id} {job.id or ''}".rstrip() + "\n", encoding="utf-8")
+    return run_id, False

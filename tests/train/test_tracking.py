@@ -9,6 +9,7 @@ import types
 import pytest
 
 from megagrid.config.schema import LoggingConfig
+from megagrid.grid.bootstrap import Job
 from megagrid.train.tracking import LARGEST_BACKLOG, WandbTracker, to_wandb, wandb_run_id
 from tests.train.test_metrics import record
 
@@ -21,6 +22,7 @@ class FakeWandb(types.ModuleType):
         self.faults = faults
         self.logged: list[dict] = []
         self.options: dict = {}
+        self.summary: dict = {}
         self.is_finished = False
 
     def init(self, **options):
@@ -54,7 +56,7 @@ def track(monkeypatch, logging, wandb, steps=range(1, 8), **options) -> list[str
     """Track `steps`; the warnings that came of it."""
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     warnings: list[str] = []
-    tracker = WandbTracker(logging, {"model": "tiny"}, warn=warnings.append, **options)
+    tracker = WandbTracker(logging, {"model": "tiny"}, "id", warn=warnings.append, **options)
     for step in steps:
         tracker.write(record(step))
     tracker.close()
@@ -106,17 +108,57 @@ def test_records_made_while_init_is_slow_are_logged_after_it(monkeypatch, loggin
     wandb, ready = FakeWandb(), threading.Event()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     wandb.init = lambda **options: ready.wait() and wandb
-    tracker = WandbTracker(logging, {})
+    tracker = WandbTracker(logging, {}, "id")
     tracker.write(record(1))
     ready.set()
     tracker.close()
     assert [numbers["step"] for numbers in wandb.logged] == [1]
 
 
-def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_its_own(tmp_path):
-    first = wandb_run_id(tmp_path / "run", resume_step=0)
-    assert wandb_run_id(tmp_path / "run", resume_step=5) == first
-    assert wandb_run_id(tmp_path / "run", resume_step=0) != first
+NO_JOB, JOB = Job(), Job(id="55")
+
+
+@pytest.mark.parametrize(
+    ("job", "resumes", "goes_on"),
+    [
+        (JOB, True, True),
+        (JOB, False, True),  # requeued before it had saved: nothing to resume from
+        (Job(id="55", restarts=1), False, True),
+        (Job(restarts=1), False, True),  # by a launcher
+        (Job(id="56"), False, False),
+        (Job(id="56"), True, True),  # the next of a chain
+        (NO_JOB, True, True),
+        (NO_JOB, False, False),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_id_and_a_new_one_gets_its_own(
+    tmp_path, job, resumes, goes_on
+):
+    first, is_former = wandb_run_id(tmp_path / "run", JOB, resumes=False)
+    assert not is_former
+    again, is_former = wandb_run_id(tmp_path / "run", job, resumes=resumes)
+    assert (again == first) == is_former == goes_on
+
+
+def test_two_runs_by_hand_have_two_ids(tmp_path):
+    ids = {wandb_run_id(tmp_path, NO_JOB, resumes=False)[0] for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_steps_made_again_alike_are_logged_once(monkeypatch, logging):
+    wandb = FakeWandb()
+    former = [record(3), record(4, loss=99.0), record(5)]
+    assert track(monkeypatch, logging, wandb, steps=range(3, 8), former=former) == []
+    assert [numbers["step"] for numbers in wandb.logged] == [4, 6, 7]
+    assert wandb.options["id"] == "id"
+
+
+def test_what_wandb_has_never_got_is_logged_again(monkeypatch, logging):
+    wandb = FakeWandb()
+    wandb.summary = {"step": 4}
+    former = [record(step) for step in (3, 4, 5, 6)]
+    track(monkeypatch, logging, wandb, steps=range(3, 8), former=former)
+    assert [numbers["step"] for numbers in wandb.logged] == [5, 6, 7]
 
 
 def test_numbers_have_the_names_of_the_metrics_file():
@@ -134,7 +176,8 @@ def test_numbers_have_the_names_of_the_metrics_file():
         "raise ImportError('broken')",
         "def init(**options): raise RuntimeError('no server')",
         "import time\ndef init(**options): time.sleep(3600)",
-        "class Run:\n  define_metric = print\n  def log(self, x): raise OSError(28)\n"
+        "class Run:\n  summary = {}\n  define_metric = print\n"
+        "  def log(self, x): raise OSError(28)\n"
         "def init(**options): return Run()",
     ],
     ids=["import", "init", "slow", "log"],
@@ -146,7 +189,7 @@ from megagrid.config.schema import LoggingConfig
 from megagrid.train.tracking import WandbTracker
 from tests.train.test_metrics import record
 tracker = WandbTracker(
-    LoggingConfig(run_dir={str(tmp_path)!r}, wandb="online"), {{}}, patience_s=0.2
+    LoggingConfig(run_dir={str(tmp_path)!r}, wandb="online"), {{}}, "id", patience_s=0.2
 )
 tracker.write(record(1))
 tracker.close()
