@@ -221,19 +221,21 @@ class Heart:
         with self._writing, contextlib.suppress(OSError):
             if beat.end is None and self._end is not None:
                 return  # a beat that was begun before the last one
-            if not self.pulse.owns_folder and self._is_anothers(read_beat(self._path)):
+            if not (self.pulse.owns_folder or self._may_write()):
                 return
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, beat.to_json())
 
-    def _is_anothers(self, found: Beat | None) -> bool:
-        """Whether the file is of a run that goes on. Until its folder is locked, a run that is
-        started there by mistake mustn't speak in that one's name."""
+    def _may_write(self) -> bool:
+        """Whether to write before the run's folder is locked. A run that is started by mistake where
+        another goes on mustn't speak in that one's name, and one that nobody waits for needn't make
+        a folder that it may be refused."""
+        found = read_beat(self._path)
         if found is None or found.end is not None:
-            return False
+            return self._identity.world_size > 1
         if found.host == self._identity.host:
-            return found.pid != os.getpid() and _is_alive(found.pid)
-        return not found.is_silent(time.time())
+            return found.pid == os.getpid() or not _is_alive(found.pid)
+        return found.is_silent(time.time())
 
 
 class _Work:

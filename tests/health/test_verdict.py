@@ -97,7 +97,9 @@ def test_ranks_of_a_group_in_different_collectives_are_told_apart():
 def test_a_peer_in_a_collective_of_other_ranks_is_named():
     told = verdict(RANK2, RANK3, beat(1, doing=waiting("send", "pp", 3)))
     assert told.blamed == (1,)
-    assert told.line.endswith("rank 1 (pp0 dp0 cp0 tp1, node0) waits in send along pp with rank 3, for 59 s")
+    assert told.line.endswith(
+        "rank 1 (pp0 dp0 cp0 tp1, node0) waits in send along pp with rank 3, for 59 s"
+    )
 
 
 def test_two_ends_of_a_message_do_the_same():
