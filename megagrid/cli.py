@@ -33,6 +33,7 @@ VERBS = MappingProxyType(
         "ckpt": ("megagrid.checkpoint.command", "look into checkpoints, compare and reshard them"),
         "convert": ("megagrid.hf.command", "Hugging Face models to checkpoints and back"),
         "sample": ("megagrid.train.sample_command", "write text with a trained checkpoint"),
+        "status": ("megagrid.train.status_command", "how a run is: step, pace, ranks, health"),
         "report": ("megagrid.train.report_command", "show a traced step, measured and simulated"),
         "compare": ("megagrid.train.compare_command", "find where two runs part: step and module"),
         "bench": ("megagrid.train.bench_command", "measure a step after warm-up"),

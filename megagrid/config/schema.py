@@ -416,6 +416,8 @@ class LoggingConfig(Section):
     beat_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Seconds between a rank's beats: what it writes of itself to RUN/ranks, see
     `megagrid.health.beat`. A tenth of train.timeout_seconds at most."""
+    straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.5
+    """A rank is called slow that computes for so many times the median of ranks with its stage."""
     trace_interval: NonNegativeInt = 0
     """Steps between steps whose pipeline actions are timed, for `megagrid report`; 0: none."""
     digest_interval: NonNegativeInt = 0

@@ -199,6 +199,17 @@ def read_beats(run: Path) -> dict[int, Beat]:
     return {beat.rank: beat for beat in beats if beat is not None}
 
 
+def is_alive(pid: int) -> bool:
+    """Whether this host has the process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file. Nothing is synced: what a crash of the machine loses is a moment's word.
 

@@ -30,6 +30,7 @@ from megagrid.health.beat import (
     End,
     beat_file,
     end_of,
+    is_alive,
     read_beat,
     write_whole,
 )
@@ -101,6 +102,12 @@ class Watches(Protocol):
     def look(self, heart: Heart, beat: Beat) -> None: ...
 
 
+class LooksOut(Protocol):
+    """See `megagrid.health.stragglers.Lookout`."""
+
+    def look(self, beat: Beat) -> None: ...
+
+
 @dataclass(frozen=True)
 class Identity:
     """What doesn't change of a rank while it runs."""
@@ -119,7 +126,7 @@ class Heart:
         run: the run's folder.
         interval_s: between beats.
         pulse: of the run.
-        watch: looks at each beat, in the heart's thread.
+        watch: looks at each beat, in the heart's thread, as does `lookout`.
     """
 
     def __init__(
@@ -129,12 +136,13 @@ class Heart:
         interval_s: float,
         pulse: Pulse,
         watch: Watches | None = None,
+        lookout: LooksOut | None = None,
     ) -> None:
         self.pulse = pulse
         self._path = beat_file(run, identity.rank)
         self._identity = identity
         self._interval_s = interval_s
-        self._watch = watch
+        self._watch, self._lookout = watch, lookout
         self._looks: Looks | None = None
         self._started = time.time()
         self._work = _Work()
@@ -214,6 +222,8 @@ class Heart:
                 self._write(beat)
                 if self._watch is not None:
                     self._watch.look(self, beat)
+                if self._lookout is not None:
+                    self._lookout.look(beat)
             self._stop.wait(SAMPLE_SECONDS)
 
     def _write(self, beat: Beat) -> None:
@@ -227,14 +237,14 @@ class Heart:
             write_whole(self._path, beat.to_json())
 
     def _may_write(self) -> bool:
-        """Whether to write before the run's folder is locked. A run that is started by mistake where
+        """Whether to write before the run's folder is locked. A run started by mistake where
         another goes on mustn't speak in that one's name, and one that nobody waits for needn't make
         a folder that it may be refused."""
         found = read_beat(self._path)
         if found is None or found.end is not None:
             return self._identity.world_size > 1
         if found.host == self._identity.host:
-            return found.pid == os.getpid() or not _is_alive(found.pid)
+            return found.pid == os.getpid() or not is_alive(found.pid)
         return found.is_silent(time.time())
 
 
@@ -267,13 +277,3 @@ class _Work:
             elif busy is not None:
                 self.compute_s = busy * self.step_s
             self._step, self._time = step, now
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

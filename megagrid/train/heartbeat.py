@@ -10,6 +10,7 @@ from megagrid.config.schema import Config
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.health.heart import Heart, Identity, Pulse
+from megagrid.health.stragglers import Lookout
 from megagrid.health.watch import Watch
 
 BEATS_IN_TIMEOUT = 10
@@ -29,4 +30,11 @@ def make_heart(config: Config, environment: RankEnvironment) -> Heart:
     )
     watch = Watch(run, train.timeout_seconds, train.setup_timeout_seconds)
     interval = min(config.logging.beat_seconds, train.timeout_seconds / BEATS_IN_TIMEOUT)
-    return Heart(run, identity, interval, Pulse(), watch)
+    lookout = None
+    if environment.rank == 0:
+        lookout = Lookout(run, config.logging.straggler_factor, _say)
+    return Heart(run, identity, interval, Pulse(), watch, lookout)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

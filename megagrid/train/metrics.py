@@ -25,6 +25,8 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from megagrid.errors import DataError
 from megagrid.terminal import warn_on_stderr
 
+_TAIL_BYTES = 1 << 16
+
 EVERY_STEP = sys.maxsize
 """For a log that keeps the records of steps that the run has gone back from."""
 
@@ -259,6 +261,25 @@ def read_records(path: Path, kind: type[R] = StepRecord) -> list[R]:
     return [record for _, record in _records(path, kind)]
 
 
+def last_records(path: Path, count: int, kind: type[R] = StepRecord) -> list[R]:
+    """The last `count` records of a file, as many as there are, without reading the others.
+
+    Raises:
+        DataError: a line among them isn't a record.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start, tail = end, b""
+        while start > 0 and tail.count(b"\n") <= count:
+            start = max(0, start - _TAIL_BYTES)
+            file.seek(start)
+            tail = file.read(end - start)
+    whole = tail if start == 0 else tail.partition(b"\n")[2]
+    return [record for _, record in _parsed(path, whole.splitlines(), kind)][-count:]
+
+
 def drop_records_after(path: Path, step: int, kind: type[R] = StepRecord) -> None:
     """Cut the file down to the records of steps up to `step`."""
     if not path.exists():
@@ -281,7 +302,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _records(path: Path, kind: type[R]) -> Iterator[tuple[bytes, R]]:
     """Each line, without its end, and its record."""
-    lines = path.read_bytes().splitlines()
+    return _parsed(path, path.read_bytes().splitlines(), kind)
+
+
+def _parsed(path: Path, lines: list[bytes], kind: type[R]) -> Iterator[tuple[bytes, R]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = kind.from_json(line)

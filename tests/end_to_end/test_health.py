@@ -17,6 +17,7 @@ import pytest
 
 from megagrid.health.beat import DONE, LEFT_ALONE, Beat, read_beats
 from megagrid.train.metrics import read_records
+from megagrid.train.status import status_of
 from tests.end_to_end.t0 import DP2, TP2, TP2PP2
 from tests.end_to_end.test_processes import Job
 
@@ -109,3 +110,15 @@ def test_ranks_wait_for_an_index_that_the_first_one_builds(job):
     assert waiting.end().code == 0
     assert [r.step for r in read_records(waiting.folder / "run" / "metrics.jsonl")][-1] == 8
     assert {beat.end.how for beat in beats(waiting).values()} == {DONE}
+
+
+def test_a_slow_host_is_named_while_the_run_goes_on_and_in_its_status(job):
+    slow = job(DP2, {"train": {"steps": 16}}, starter=faulty(2))
+    ended = slow.start("logging.beat_seconds=0.3", FAULT="slow host", FAULTY_RANK="1").end()
+    assert ended.code == 0
+    (line,) = re.findall(r"^slow: .*$", ended.out, re.MULTILINE)
+    assert line.startswith(f"slow: {beats(slow)[1].who} computes for 0.")
+    last = beats(slow)
+    assert last[1].compute_s > 1.5 * last[0].compute_s
+    assert last[1].compute_s <= last[1].step_s
+    assert status_of(slow.folder / "run", time.time()).health == "done"

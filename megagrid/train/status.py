@@ -1,0 +1,297 @@
+"""How a run is, from the files in its folder alone: no ranks are asked, and no torch is needed.
+
+metrics.jsonl       how far it is, and how fast
+ranks/*.json        who is there, what they do, how they ended
+checkpoints/        what it can go on from
+config.toml         of how many steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+from megagrid.checkpoint.folders import CHECKPOINTS, newest_first
+from megagrid.checkpoint.manifest import find_damage, read_manifest
+from megagrid.config.load import load
+from megagrid.config.schema import Config
+from megagrid.errors import CheckpointError, DataError, MegagridError
+from megagrid.exit_codes import CRASHED, STOPPED
+from megagrid.health.beat import (
+    CRASH,
+    DONE,
+    EVALUATING,
+    INTERRUPT,
+    LEFT_ALONE,
+    MISTAKEN,
+    SAVING,
+    SETUP,
+    STOPPED_AND_SAVED,
+    Beat,
+    is_alive,
+    name_ranks,
+    read_beats,
+)
+from megagrid.health.stragglers import find_stragglers
+from megagrid.health.verdict import of_this_start, verdict_file
+from megagrid.train.metrics import StepRecord, last_records
+
+RUNNING, WAITING, STALLED = "running", "waiting", "stalled"
+STOPPED_TO_GO_ON, FAILED = "stopped", "failed"
+CODES = {DONE: 0, FAILED: CRASHED, RUNNING: 10, WAITING: 11, STALLED: 12, STOPPED_TO_GO_ON: STOPPED}
+"""Health of a run -> exit code of `megagrid status`."""
+
+WORST_FIRST = (FAILED, STALLED, STOPPED_TO_GO_ON, WAITING, RUNNING, DONE)
+
+RECENT = 50
+"""Steps that say how fast a run is."""
+
+STALL_STEPS, STALL_S, LONG_PHASE_S = 10, 30.0, 600.0
+"""A run is stalled that has made no step for so many times the usual, and so many seconds; or that
+has been saving, or evaluating, for so many."""
+
+NAMED = 8
+"""Silent ranks that are named, at most."""
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """The newest checkpoint that is sound, by the sizes of its files.
+
+    Attributes:
+        passed_over: newer ones that aren't.
+    """
+
+    step: int
+    path: str
+    age_s: float
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run.
+
+    Attributes:
+        health: one of `CODES`.
+        reason: why so, in words.
+        step, total_steps: made, and of the run.
+        loss, tokens_per_s, step_s: of the last steps.
+        seconds_left: at their pace; None unless it runs.
+        since_step_s: since the last step was written down.
+        ranks, ranks_here: of the grid, and those that beat.
+        silent: ranks that should, and don't: each with coordinate and host.
+        slow: ranks that make the others wait, in words.
+        job, restarts: of the scheduler, and by it and the launcher.
+    """
+
+    run: str
+    health: str
+    reason: str
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    seconds_left: float | None = None
+    since_step_s: float | None = None
+    checkpoint: SavedStep | None = None
+    ranks: int = 0
+    ranks_here: int = 0
+    hosts: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    job: str | None = None
+    restarts: int = 0
+
+    @property
+    def code(self) -> int:
+        """What `megagrid status` ends with."""
+        return CODES[self.health]
+
+    def to_json(self) -> dict:
+        """As JSON."""
+        return asdict(self)
+
+
+def status_of(run: Path, now: float) -> Status:
+    """How a run is at `now`, in seconds since the epoch.
+
+    Raises:
+        DataError: the folder isn't a run's.
+    """
+    ranks = _Ranks(of_this_start(read_beats(run)), now)
+    records = _recent(run / "metrics.jsonl")
+    config = _config(run)
+    saved = newest_sound(run, now)
+    if not (ranks.beats or records or config or saved):
+        raise DataError(f"{run}: no run in here; name the folder that is its logging.run_dir")
+    total = config.train.total_steps if config is not None else None
+    step = max([record.step for record in records[-1:]], default=saved.step if saved else 0)
+    step_s = fmean(record.step_time_s for record in records) if records else None
+    since = now - (run / "metrics.jsonl").stat().st_mtime if records else None
+    health, reason = _health(run, ranks, step, total, records, since)
+    is_going_on = health == RUNNING and step_s is not None and total is not None
+    newest = max(ranks.beats.values(), key=lambda beat: beat.started, default=None)
+    factor = config.logging.straggler_factor if config is not None else 0.0
+    return Status(
+        run=str(run),
+        health=health,
+        reason=reason,
+        step=step,
+        total_steps=total,
+        loss=records[-1].loss if records else None,
+        tokens_per_s=fmean(record.tokens_per_s for record in records) if records else None,
+        step_s=step_s,
+        seconds_left=max(0, total - step) * step_s if is_going_on else None,
+        since_step_s=since,
+        checkpoint=saved,
+        ranks=ranks.expected,
+        ranks_here=len(ranks.alive),
+        hosts=tuple(sorted({beat.host for beat in ranks.beats.values()})),
+        silent=tuple(beat.who for beat in ranks.silent) if ranks.alive else (),
+        slow=tuple(map(str, find_stragglers(ranks.alive, factor))) if config is not None else (),
+        job=newest.job.id if newest else None,
+        restarts=newest.job.restarts if newest else 0,
+    )
+
+
+@dataclass
+class _Ranks:
+    """The ranks of a run's last start, by what has become of them.
+
+    Attributes:
+        alive: those that beat; `silent`: those that should.
+        ended: those that have said how.
+        absent: numbers of those that have yet to begin.
+    """
+
+    beats: dict[int, Beat]
+    now: float
+    alive: list[Beat] = field(init=False)
+    silent: list[Beat] = field(init=False)
+    ended: list[Beat] = field(init=False)
+    expected: int = field(init=False)
+    absent: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        all_of_them = self.beats.values()
+        self.ended = [beat for beat in all_of_them if beat.end is not None]
+        going_on = [beat for beat in all_of_them if beat.end is None]
+        self.silent = [beat for beat in going_on if beat.is_silent(self.now) or _is_gone(beat)]
+        self.alive = [beat for beat in going_on if beat not in self.silent]
+        self.expected = max((beat.world_size for beat in all_of_them), default=0)
+        self.absent = [rank for rank in range(self.expected) if rank not in self.beats]
+
+    def first_that(self, *how: str) -> Beat | None:
+        """The first that has ended so."""
+        found = [beat for beat in self.ended if beat.end.how in how]
+        return min(found, key=lambda beat: beat.end.time, default=None)
+
+
+def _is_gone(beat: Beat) -> bool:
+    """Whether this is the rank's host, and its process is no more."""
+    return beat.host == platform.node() and not is_alive(beat.pid)
+
+
+def _health(
+    run: Path,
+    ranks: _Ranks,
+    step: int,
+    total: int | None,
+    records: Sequence[StepRecord],
+    since_step_s: float | None,
+) -> tuple[str, str]:
+    """One of `CODES`, and why."""
+    if ranks.alive:
+        return _health_of_living(ranks, records, since_step_s)
+    if _verdict(run) and ranks.first_that(LEFT_ALONE):
+        return FAILED, _verdict(run)
+    if wrong := ranks.first_that(MISTAKEN) or ranks.first_that(CRASH):
+        return FAILED, f"{wrong.who}: {wrong.end.line or wrong.end.how}"
+    if ranks.silent and not ranks.first_that(STOPPED_AND_SAVED, DONE):
+        who = "; ".join(beat.who for beat in ranks.silent[:NAMED])
+        last = max(beat.time for beat in ranks.silent)
+        ago = f"{ranks.now - last:.0f} s ago"
+        return FAILED, f"without a word since {ago}: {who}; killed, or the host is down"
+    if alone := ranks.first_that(LEFT_ALONE):
+        return FAILED, alone.end.line
+    if ranks.first_that(INTERRUPT):
+        return FAILED, "interrupted; nothing was saved after its last checkpoint"
+    if ranks.first_that(STOPPED_AND_SAVED):
+        return STOPPED_TO_GO_ON, "by a signal, and saved; go on with checkpoint.resume=latest"
+    if ranks.first_that(DONE) or (total is not None and step >= total):
+        return DONE, ""
+    return WAITING, "no rank has begun"
+
+
+def _health_of_living(
+    ranks: _Ranks, records: Sequence[StepRecord], since_step_s: float | None
+) -> tuple[str, str]:
+    first = min(ranks.alive, key=lambda beat: beat.rank)
+    in_phase_s = ranks.now - first.phase_since
+    phase = f"{first.phase}, for {in_phase_s:.0f} s"
+    missing = [*ranks.absent, *(beat.rank for beat in ranks.silent)]
+    if first.phase in SETUP:
+        if missing:
+            return WAITING, f"{phase}; {name_ranks(missing)} of {ranks.expected} still to come"
+        return RUNNING, phase
+    if first.phase in (SAVING, EVALUATING):
+        return (STALLED if in_phase_s > LONG_PHASE_S else RUNNING), phase
+    without_s = min(in_phase_s, in_phase_s if since_step_s is None else since_step_s)
+    usual_s = median(record.step_time_s for record in records) if records else LONG_PHASE_S
+    if without_s > max(STALL_STEPS * usual_s, STALL_S):
+        usually = f" (usually {usual_s:.3g} s)" if records else ""
+        return STALLED, f"no step for {without_s:.0f} s{usually}"
+    return RUNNING, ""
+
+
+def newest_sound(run: Path, now: float) -> SavedStep | None:
+    """The newest checkpoint whose files have the sizes that its manifest states."""
+    passed_over = []
+    for folder in newest_first(run / CHECKPOINTS):
+        try:
+            manifest = read_manifest(folder.path)
+            problems = find_damage(folder.path, manifest.files.items(), deep=False)
+            age_s = now - folder.path.stat().st_mtime
+        except (CheckpointError, OSError) as error:
+            problems = [str(error)]
+        if not problems:
+            return SavedStep(folder.step, str(folder.path), age_s, tuple(passed_over))
+        passed_over.append(f"{folder.path.name}: {problems[0]}")
+    return None
+
+
+def _recent(path: Path) -> list[StepRecord]:
+    """The last records, as far as they can be read while one is being written."""
+    try:
+        return last_records(path, RECENT)
+    except DataError:
+        return []
+
+
+def _config(run: Path) -> Config | None:
+    path = run / "config.toml"
+    try:
+        return load(str(path)) if path.is_file() else None
+    except MegagridError:  # of another version
+        return None
+
+
+def _verdict(run: Path) -> str:
+    """What the ranks that gave up waiting have said; "" if none has."""
+    try:
+        return json.loads(verdict_file(run).read_bytes())["line"]
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run's."""
+    names = ("config.toml", "metrics.jsonl", "ranks", CHECKPOINTS)
+    return path.is_dir() and any(os.path.exists(path / name) for name in names)
