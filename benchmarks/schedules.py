@@ -134,10 +134,11 @@ def measure(setting: Setting, output: Path) -> None:
     import torch.distributed as dist
 
     from megagrid.grid import bootstrap
-    from megagrid.grid.start import running_grid
+    from megagrid.grid.start import meeting, running_grid
     from megagrid.train.build import build_engine
 
-    with running_grid(setting.config("GPipe"), bootstrap.read()) as grid:
+    config = setting.config("GPipe")
+    with meeting(config, bootstrap.read()) as met, running_grid(config, met) as grid:
         engines = {name: build_engine(setting.config(name), grid) for name in GENERATORS}
         found = {name: Measurement() for name in engines}
         rows: dict[str, list[list[list[Span]]]] = {name: [] for name in engines}

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 
 class MegagridError(Exception):
-    """A mistake that the user can mend; the message says how."""
+    """A mistake that the user can mend; the message says how.
+
+    Attributes:
+        is_mine_to_tell: whether this rank tells it, of all that have met it; None where they
+            haven't agreed on one.
+    """
+
+    is_mine_to_tell: bool | None = None
 
 
 class ConfigError(MegagridError):

@@ -17,7 +17,8 @@ LAYERS = (
     # Lowest first. A module belongs to the longest name that it starts with, and may import its
     # own layer and those below.
     ("errors", "terminal", "exit_codes"),
-    ("config", "grid.topology", "grid.placement", "grid.bootstrap", "data"),
+    ("config", "grid.nodelist", "grid.slurm", "grid.topology", "grid.placement", "data"),
+    ("grid.bootstrap",),
     ("plan.parameters", "plan.matrices"),
     ("pipeline.schedules", "pipeline.partition", "pipeline.program"),
     ("plan",),
@@ -38,6 +39,8 @@ TORCH_FREE += ("pipeline.schedules", "cli")
 TORCH_FREE += (
     "pipeline.partition",
     "pipeline.program",
+    "grid.nodelist",
+    "grid.slurm",
     "grid.topology",
     "grid.placement",
     "grid.bootstrap",

@@ -201,10 +201,11 @@ WAYS: dict[str, Callable[[Path, Any], Way]] = {"megagrid": Megagrid, "torch.save
 def measure(setting: Setting, folder: Path, output: Path) -> None:
     """Make all turns; rank 0 writes what they took."""
     from megagrid.grid import bootstrap
-    from megagrid.grid.start import running_grid
+    from megagrid.grid.start import meeting, running_grid
     from megagrid.train.build import build_engine
 
-    with running_grid(setting.config, bootstrap.read()) as grid:
+    config = setting.config
+    with meeting(config, bootstrap.read()) as met, running_grid(config, met) as grid:
         engine = build_engine(setting.config, grid)
         for (
             name

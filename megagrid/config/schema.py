@@ -29,6 +29,7 @@ ContextParallel = Literal["all_gather", "ring", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 MuonScale = Literal["original", "match_rms_adamw"]
+RankOrder = Literal["topology", "launcher"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "NO_SHARD"]
 
 
@@ -159,6 +160,10 @@ class ParallelConfig(Section):
     """The same in backward, where units are met in reverse."""
     allow_tp_across_nodes: bool = False
     """Warn about a tp group that crosses nodes instead of refusing it."""
+    rank_order: RankOrder = "topology"
+    """How ranks are numbered: those of a node one after the other, and nodes of a switch
+    ("topology"), which leaves an order alone that is so already; or as the launcher does
+    ("launcher")."""
 
     @property
     def num_stages(self) -> int:

@@ -1,17 +1,22 @@
 """Who this process is: the only module that reads the environment. Pure, no torch.
 
-A rank is told by its launcher: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-GROUP_RANK, MASTER_ADDR and MASTER_PORT. A process without RANK is a run of one.
+A rank is told by its launcher. torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+GROUP_RANK, MASTER_ADDR and MASTER_PORT. SLURM's srun sets variables of its own for each task of a
+step of several, see `megagrid.grid.slurm`; inside a step torchrun's win, for there a task is the
+agent of its node. Any other process is a run of one.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megagrid.errors import GridError
+from megagrid.grid.slurm import Task, is_batch_script, switches_of, task_of
 
 LAUNCHER = "MEGAGRID_LAUNCHER"
 
@@ -27,6 +32,18 @@ DETERMINISTIC = {
 }
 """What `train.deterministic` says to libraries that read the environment as they start."""
 
+VISIBLE_DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "SLURM_STEP_GPUS",
+)
+"""What tells a process which devices of its node it may use, of several makers."""
+
+ROOT = Path("/")
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -34,9 +51,15 @@ class RankEnvironment:
 
     Attributes:
         rank: number among all ranks, `world_size` of them.
-        local_rank: number among the ranks of its node, `local_world_size` of them.
-        node: number of its node.
-        master_address, master_port: where rank 0 listens; None for a run of one.
+        local_rank: number among the ranks of its node.
+        node: number of its node, where the launcher numbers nodes. Two agents of torchrun on one
+            host are two nodes: so a cluster can be tried out on one machine.
+        host: name of its node, as SLURM knows it, or else as the system does.
+        switches: between its node and others, outermost first; none where SLURM tells none.
+        visible_devices: what `VISIBLE_DEVICES` say.
+        master_address, master_port: where the ranks meet, if that is stated.
+        has_agent_store: torchrun's agent listens there, not rank 0.
+        step: name of SLURM's step that the rank is a task of; see `megagrid.grid.slurm.Task`.
         launcher: process id of the `megagrid train` that started the rank and tells the user of
             its mistakes. None under any other launcher, where rank 0 tells them.
         error_file: where torchrun's agent looks for the reason why the rank ended.
@@ -45,10 +68,14 @@ class RankEnvironment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
     node: int = 0
+    host: str = "localhost"
+    switches: tuple[str, ...] = ()
+    visible_devices: tuple[str, ...] = ()
     master_address: str | None = None
     master_port: int | None = None
+    has_agent_store: bool = False
+    step: str | None = None
     launcher: int | None = None
     error_file: str | None = None
 
@@ -66,19 +93,50 @@ class Job:
     restarts: int = 0
 
 
-def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
+def is_rank(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> bool:
     """Whether a launcher started this process as a rank of a run."""
-    return "RANK" in environ
+    return "RANK" in environ or _task(environ, root) is not None
 
 
-def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
+def is_one_per_node(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> bool:
+    """Whether this is the only task of its step on its node, of several nodes: a rank of a run that
+    has one on each, or else what is to start the ranks of its node."""
+    task = None if "RANK" in environ else _task(environ, root)
+    return task is not None and task.tasks == task.nodes
+
+
+def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvironment:
     """This process's place in the run.
 
     Raises:
         GridError: naming the variable that is missing, no number or out of range.
     """
-    if not is_rank(environ):
-        return RankEnvironment()
+    where = dict(
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        switches=switches_of(environ),
+        visible_devices=tuple(environ.get(name, "") for name in VISIBLE_DEVICES),
+    )
+    if "RANK" in environ:
+        return RankEnvironment(**_of_torchrun(environ), **where)
+    task = _task(environ, root)
+    if task is None:
+        return RankEnvironment(**where)
+    if ("MASTER_ADDR" in environ) != ("MASTER_PORT" in environ):
+        raise GridError("state both of MASTER_ADDR and MASTER_PORT, or neither")
+    return RankEnvironment(
+        rank=task.number,
+        world_size=task.tasks,
+        local_rank=task.local,
+        node=task.node,
+        master_address=environ.get("MASTER_ADDR"),
+        master_port=_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
+        step=task.name,
+        **where,
+    )
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What RANK and the variables that go with it say."""
     world_size = _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
     rank = _number(environ, "RANK")
@@ -86,14 +144,14 @@ def read(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
         raise GridError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
     if "MASTER_ADDR" not in environ:
         raise GridError("RANK is set but MASTER_ADDR is not; start ranks with torchrun")
-    return RankEnvironment(
+    return dict(
         rank=rank,
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", default=rank % local_world_size),
-        local_world_size=local_world_size,
         node=_number(environ, "GROUP_RANK", default=rank // local_world_size),
         master_address=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launcher=_number(environ, LAUNCHER) if LAUNCHER in environ else None,
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
     )
@@ -107,6 +165,18 @@ def read_job(environ: Mapping[str, str] = os.environ) -> Job:
         id=f"{job}_{task}" if job and task else environ.get("SLURM_JOB_ID"),
         restarts=sum(int(count) for count in counts if count.isdigit()),
     )
+
+
+def _task(environ: Mapping[str, str], root: Path) -> Task | None:
+    """The task of SLURM's that this process is, as a rank of several.
+
+    A step of one task is a process like any: an interactive shell, or what starts the ranks of a
+    node.
+    """
+    task = task_of(environ)
+    if task is None or task.tasks == 1 or is_batch_script(environ, root):
+        return None
+    return task
 
 
 def environment_for_ranks(
@@ -142,7 +212,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def memory_bytes(root: Path = Path("/")) -> int:
+def memory_bytes(root: Path = ROOT) -> int:
     """Memory that the processes here may use together: the machine's, or the share of it that a
     container or a job has."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -181,7 +181,7 @@ def check_tp_inside_nodes(placement: Placement, cluster: Cluster) -> None:
     crossing = placement.tp_groups_across_nodes(cluster)
     if not crossing:
         return
-    nodes = [cluster.node_of_rank[rank] for rank in crossing[0]]
+    names = dict.fromkeys(cluster.node(rank).name for rank in crossing[0])
     fitting = [
         tp
         for tp in range(1, placement.tp)
@@ -192,7 +192,7 @@ def check_tp_inside_nodes(placement: Placement, cluster: Cluster) -> None:
     ]
     raise GridError(
         f"parallel.tensor_parallel_size={placement.tp} puts tp group "
-        f"{'{' + ','.join(map(str, crossing[0])) + '}'} on nodes {sorted(set(nodes))}; with "
+        f"{'{' + ','.join(map(str, crossing[0])) + '}'} on nodes {' and '.join(names)}; with "
         f"{cluster.smallest_node} ranks per node use parallel.tensor_parallel_size={fitting[-1]} "
         f"(and data_parallel_size={placement.dp * placement.tp // fitting[-1]}), start a multiple "
         f"of {placement.tp} ranks per node, or accept slow tensor parallelism with "

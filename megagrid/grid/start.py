@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,15 +21,142 @@ from megagrid.errors import GridError
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement, check_tp_inside_nodes
-from megagrid.grid.topology import Cluster
+from megagrid.grid.rendezvous import Patience, Word, forget, meet, store_of, told_by_one
+from megagrid.grid.topology import Cluster, Node, keep_together
 from megagrid.pipeline.program import training_schedule
 
 SECONDS_BEHIND = 30.0
 """That a backend's own time-out comes after `train.timeout_seconds`, for ranks that can't tell."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks know of each other once they have met.
+
+    Attributes:
+        environment: this rank's, with the number that it has from now on.
+        store: theirs, for as long as the run lasts.
+        cluster: where each rank is.
+        device: where this one computes.
+        launcher_ranks: the number that each rank had from its launcher.
+    """
+
+    environment: RankEnvironment
+    store: dist.Store
+    cluster: Cluster
+    device: torch.device
+    launcher_ranks: tuple[int, ...]
+
+    @property
+    def is_reordered(self) -> bool:
+        return self.launcher_ranks != tuple(range(len(self.launcher_ranks)))
+
+
+def renumbering(met: Meeting) -> str:
+    """What to tell of ranks that have other numbers than their launcher gave them."""
+    former = met.launcher_ranks
+    shown = " ".join(map(str, former[:16])) + (" …" if len(former) > 16 else "")
+    return (
+        f"ranks are renumbered, so that those of a node and a switch are neighbours: 0 to "
+        f"{len(former) - 1} are the launcher's {shown}"
+    )
+
+
 @contextmanager
-def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]:
+def meeting(config: Config, environment: RankEnvironment) -> Iterator[Meeting]:
+    """Meet the other ranks, and number them as the recipe has it.
+
+    Raises:
+        GridError: not all came, they disagree on how many there are, one has no device of its own,
+            or the cluster's switches can't be read.
+    """
+    kind, patience = device_kind(config.train.device), _patience(config)
+    folder = Path(config.logging.run_dir)
+    word = _word(environment, kind)
+    with store_of(environment, folder, patience) as store:
+        try:
+            store, seen = meet(store, environment, word, partial(_conclude, config), patience)
+        finally:
+            forget(environment, folder)
+        order = tuple(seen["order"])
+        rank = order.index(environment.rank)
+        nodes = tuple(Node(name, tuple(switches)) for name, switches in seen["nodes"])
+        met = Meeting(
+            environment=replace(environment, rank=rank),
+            store=store,
+            cluster=Cluster(tuple(seen["node_of_rank"]), nodes),
+            device=take_device(kind, seen["device_of_rank"][rank]),
+            launcher_ranks=order,
+        )
+        with told_by_one(store):
+            yield met
+
+
+def _word(environment: RankEnvironment, kind: str) -> Word:
+    """What a rank says of itself."""
+    return {
+        "world_size": environment.world_size,
+        "host": environment.host,
+        "node": environment.node,
+        "switches": environment.switches,
+        "local_rank": environment.local_rank,
+        "devices": _devices(kind),
+        "visible": _visible(kind, environment),
+    }
+
+
+def _conclude(config: Config, words: Sequence[Word]) -> Word:
+    """Where everybody is and computes, in the order that ranks are numbered in, for all to hear.
+
+    Raises:
+        GridError: see `meeting`.
+    """
+    sizes = sorted({word["world_size"] for word in words})
+    if len(sizes) > 1:
+        raise GridError(f"ranks disagree on how many they are: {sizes}; start them by one launcher")
+    places = [(word["host"], word["node"]) for word in words]
+    paths = [(*word["switches"], place) for word, place in zip(words, places, strict=True)]
+    order = keep_together(paths) if config.parallel.rank_order == "topology" else range(len(words))
+    nodes = {places[rank]: words[rank]["switches"] for rank in order}
+    index = {place: number for number, place in enumerate(nodes)}
+    devices = device_of_rank(words)
+    return {
+        "order": list(order),
+        "nodes": [(host, switches) for (host, _), switches in nodes.items()],
+        "node_of_rank": [index[places[rank]] for rank in order],
+        "device_of_rank": [devices[rank] for rank in order],
+    }
+
+
+def device_of_rank(words: Sequence[Word]) -> list[int]:
+    """The index of each rank's device among those that it sees.
+
+    Ranks of a node that see the same devices take them in turn; one that sees devices of its own,
+    as SLURM's --gpus-per-task has it, takes the first.
+
+    Raises:
+        GridError: there are more such ranks than devices.
+    """
+    sharing: dict[tuple[str, int, str], list[int]] = {}
+    for rank in sorted(range(len(words)), key=lambda rank: words[rank]["local_rank"]):
+        word = words[rank]
+        sharing.setdefault((word["host"], word["node"], word["visible"]), []).append(rank)
+    found = [0] * len(words)
+    for (host, _, _), ranks in sharing.items():
+        devices = words[ranks[0]]["devices"]
+        if devices is not None and len(ranks) > devices:
+            raise GridError(
+                f"{len(ranks)} ranks on {host} see the same {devices} devices, so that rank "
+                f"{ranks[devices]} has none; start {devices} ranks per node, or give each task its "
+                "own, as by srun --gpus-per-task=1"
+            )
+        for index, rank in enumerate(ranks):
+            found[rank] = index
+    return found
+
+
+@contextmanager
+def running_grid(config: Config, met: Meeting) -> Iterator[Grid]:
     """Join the run's process group, build the grid, and leave the group at the end.
 
     Raises:
@@ -36,22 +166,20 @@ def running_grid(config: Config, environment: RankEnvironment) -> Iterator[Grid]
     """
     parallel = config.parallel
     placement = Placement.for_world(
-        environment.world_size,
+        met.cluster.world_size,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         cp=parallel.context_parallel_size,
         dp=parallel.data_parallel_size,
     )
-    device = select_device(config.train.device, environment.local_rank)
-    _join(environment, device, _timeout(config))
+    if not parallel.allow_tp_across_nodes:
+        check_tp_inside_nodes(placement, met.cluster)
+    if leaves_shard_size_to_nodes(config):
+        config = with_shard_size(config, placement.shard_size_in_nodes(met.cluster))
+        check(config, placement.world_size)
+    _join(met, _timeout(config))
     try:
-        cluster = _cluster(environment, device)
-        if not parallel.allow_tp_across_nodes:
-            check_tp_inside_nodes(placement, cluster)
-        if leaves_shard_size_to_nodes(config):
-            config = with_shard_size(config, placement.shard_size_in_nodes(cluster))
-            check(config, placement.world_size)
-        yield grid_of(config, placement, environment.rank, device)
+        yield grid_of(config, placement, met.environment.rank, met.device)
     finally:
         dist.destroy_process_group()
 
@@ -99,9 +227,14 @@ def grid_of(
 
 def _timeout(config: Config) -> timedelta:
     """Of a collective before the first step. The rank's heart gives up sooner, and says why."""
-    train = config.train
-    seconds = max(train.timeout_seconds, train.setup_timeout_seconds)
-    return timedelta(seconds=seconds + SECONDS_BEHIND)
+    return timedelta(seconds=_patience(config).seconds + SECONDS_BEHIND)
+
+
+def _patience(config: Config) -> Patience:
+    """Before the first step."""
+    keys = ("setup_timeout_seconds", "timeout_seconds")
+    limits = (Patience(getattr(config.train, key), f"train.{key}") for key in keys)
+    return max(limits, key=lambda limit: limit.seconds)
 
 
 def expect_steps(config: Config, grid: Grid) -> None:
@@ -114,59 +247,68 @@ def expect_steps(config: Config, grid: Grid) -> None:
             _set_pg_timeout(timeout, group)
 
 
-def select_device(name: str, local_rank: int) -> torch.device:
-    """This rank's device: `name` is "auto", "cpu", or an accelerator's type as torch calls it.
+def device_kind(name: str) -> str:
+    """The type of device that `name` stands for: "auto", "cpu", or an accelerator's type as torch
+    calls it.
 
     Raises:
-        GridError: it isn't there.
-    """
-    kind = check_devices(name, local_rank + 1)
-    if kind == "cpu":
-        return torch.device(kind)
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank)
-
-
-def check_devices(name: str, ranks: int) -> str:
-    """The type of the device that each of `ranks` on this machine has to itself; see
-    `select_device`.
-
-    Raises:
-        GridError: there are none, or fewer.
+        GridError: it isn't here.
     """
     accelerator = torch.accelerator.current_accelerator()
     available = accelerator.type if accelerator is not None else "cpu"
     wanted = available if name == "auto" else name
-    if wanted == "cpu":
-        return wanted
-    if wanted != available:
+    if wanted not in ("cpu", available):
         raise GridError(f'train.device="{name}" isn\'t here; this machine has "{available}"')
-    count = torch.accelerator.device_count()
-    if ranks > count:
-        raise GridError(
-            f"local rank {ranks - 1} has no device: {count} of type {wanted} here; start "
-            f"{count} ranks per node"
-        )
     return wanted
 
 
-def _join(environment: RankEnvironment, device: torch.device, timeout: timedelta) -> None:
-    backend = dist.get_default_backend_for_device(device)
-    if environment.master_address is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
+def check_devices(name: str, ranks: int) -> None:
+    """See to it that each of `ranks` on this machine can have a device to itself.
+
+    Raises:
+        GridError: there are none, or fewer.
+    """
+    kind = device_kind(name)
+    count = _devices(kind)
+    if count is not None and ranks > count:
+        raise GridError(
+            f"local rank {ranks - 1} has no device: {count} of type {kind} here; start "
+            f"{count} ranks per node"
+        )
+
+
+def _devices(kind: str) -> int | None:
+    """How many devices this process sees; None where ranks share one, the CPU."""
+    return None if kind == "cpu" else torch.accelerator.device_count()
+
+
+def _visible(kind: str, environment: RankEnvironment) -> str:
+    """Which they are: the same of two ranks only if they see the same ones.
+
+    What the environment says isn't enough. Where the system shows each process its own devices
+    alone, all of them may call theirs 0.
+    """
+    if kind == "cpu":
+        return kind
+    module = torch.get_device_module(kind)
+    properties = [module.get_device_properties(index) for index in range(_devices(kind) or 0)]
+    names = [str(getattr(one, "uuid", one.name)) for one in properties]
+    return " ".join([*environment.visible_devices, *names])
+
+
+def take_device(kind: str, index: int) -> torch.device:
+    """The device of that type and index, from now on this process's own."""
+    if kind == "cpu":
+        return torch.device(kind)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def _join(met: Meeting, timeout: timedelta) -> None:
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://{environment.master_address}:{environment.master_port}",
-        rank=environment.rank,
-        world_size=environment.world_size,
+        dist.get_default_backend_for_device(met.device),
+        store=met.store,
+        rank=met.environment.rank,
+        world_size=met.environment.world_size,
         timeout=timeout,
     )
-
-
-def _cluster(environment: RankEnvironment, device: torch.device) -> Cluster:
-    """Each rank's node, told by each rank: nodes needn't have equally many."""
-    nodes = torch.zeros(environment.world_size, dtype=torch.int64, device=device)
-    nodes[environment.rank] = environment.node
-    dist.all_reduce(nodes)
-    return Cluster(tuple(nodes.tolist()))

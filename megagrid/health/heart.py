@@ -139,7 +139,7 @@ class Heart:
         lookout: LooksOut | None = None,
     ) -> None:
         self.pulse = pulse
-        self._path = beat_file(run, identity.rank)
+        self._run = run
         self._identity = identity
         self._interval_s = interval_s
         self._watch, self._lookout = watch, lookout
@@ -155,6 +155,10 @@ class Heart:
     def is_told(self) -> bool:
         """Whether a rank has said why the ranks give up."""
         return self._watch is not None and self._watch.is_told
+
+    def identify(self, identity: Identity) -> None:
+        """Beat for another rank from now on: ranks are renumbered once they know where all are."""
+        self._identity = identity
 
     def start(self) -> None:
         """Begin to beat."""
@@ -231,16 +235,17 @@ class Heart:
         with self._writing, contextlib.suppress(OSError):
             if beat.end is None and self._end is not None:
                 return  # a beat that was begun before the last one
-            if not (self.pulse.owns_folder or self._may_write()):
+            path = beat_file(self._run, beat.rank)
+            if not (self.pulse.owns_folder or self._may_write(path)):
                 return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, beat.to_json())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, beat.to_json())
 
-    def _may_write(self) -> bool:
+    def _may_write(self, path: Path) -> bool:
         """Whether to write before the run's folder is locked. A run started by mistake where
         another goes on mustn't speak in that one's name, and one that nobody waits for needn't make
         a folder that it may be refused."""
-        found = read_beat(self._path)
+        found = read_beat(path)
         if found is None or found.end is not None:
             return self._identity.world_size > 1
         if found.host == self._identity.host:

@@ -1,7 +1,7 @@
 """Train a recipe.
 
 Started by hand, the recipe is checked here, and a grid of more than one rank is started on this
-machine. Started by torchrun, this is one of its ranks.
+machine. Started by torchrun, or by SLURM's srun as one task of several, this is one of its ranks.
 
 SIGTERM or SIGUSR1, to this process or to any rank, asks the run to stop: every rank ends its step,
 saves it, and the exit code is 75. A run that is done ends with 0, a mistake in what was asked for
@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,9 @@ from megagrid.train.launch import (
     start_ranks,
 )
 from megagrid.train.stopping import StopRequest
+
+SECONDS_FOR_RANK_0 = 10.0
+"""To tell a mistake that it has probably made as well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,13 +118,13 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     """One rank of a run.
 
     Most mistakes are met by every rank, and must be told once: by the launcher, which reads what
-    ranks record, or by rank 0 where the launcher doesn't know us.
+    ranks record, or by one of them where the launcher doesn't know us.
     """
     environment = bootstrap.read()
     stop = StopRequest()
     try:
         config = load_recipe(arguments)
-        check(config, environment.world_size)
+        _check_grid(config, environment.world_size)
         if environment.launcher is not None:
             end_with_launcher(environment.launcher, config.checkpoint.seconds_to_stop)
         elif environment.rank == 0:
@@ -132,9 +136,39 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     except MegagridError as error:
         if environment.error_file is not None:
             record_mistake(error, environment.error_file)
-        if environment.rank == 0 and environment.launcher is None:
+        if environment.launcher is None and _tells(environment, error):
             raise
         return USER_MISTAKE
+
+
+def _tells(environment: RankEnvironment, error: MegagridError) -> bool:
+    """Whether this rank is the one to tell a mistake. Before ranks have met, rank 0 is, unless it
+    hasn't made it."""
+    if error.is_mine_to_tell is not None:
+        return error.is_mine_to_tell
+    if environment.rank > 0 and environment.step is not None:
+        time.sleep(SECONDS_FOR_RANK_0)  # SLURM ends us when rank 0 has told it
+        return True
+    return environment.rank == 0
+
+
+def _check_grid(config: Config, world_size: int) -> None:
+    """Hold the recipe against the ranks that were started.
+
+    Raises:
+        ConfigError: see `check`.
+        GridError: there are others than the grid takes; says where SLURM is to start more.
+    """
+    try:
+        placement(config, world_size)
+    except GridError as error:
+        if not bootstrap.is_one_per_node():
+            raise
+        raise GridError(
+            f"{error}. This step of SLURM has one task on each of {world_size} nodes, and a task "
+            "is a rank: srun --ntasks-per-node=N starts N on each, as does one torchrun per node"
+        ) from None
+    check(config, world_size)
 
 
 @contextmanager

@@ -35,19 +35,21 @@ _NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
 # --- Memory --------------------------------------------------------------------------------------
 
 
-def check_memory(config: Config, grid: Grid, environment: RankEnvironment) -> None:
+def check_memory(config: Config, grid: Grid, neighbours: Sequence[int]) -> None:
     """Refuse a run that can't fit: whose states alone are larger than the memory they go to.
 
     States are weights, gradients and the optimizer's states, which are all there at the end of a
     step's backward. That activations fit beside them isn't promised.
+
+    Args:
+        neighbours: the ranks of this rank's node, itself among them.
 
     Raises:
         ConfigError: names the keys that make the states what they are.
     """
     home = torch.device("cpu") if config.memory.cpu_offload else grid.device
     if home.type == "cpu":
-        first = environment.rank - environment.local_rank
-        ranks: Sequence[int] = range(first, first + environment.local_world_size)
+        ranks = neighbours
         room, where = bootstrap.memory_bytes(), "this machine"
     else:
         ranks = [grid.rank]

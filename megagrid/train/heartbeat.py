@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 from megagrid.config.rules import placement
@@ -17,23 +16,27 @@ BEATS_IN_TIMEOUT = 10
 """Beats while a rank waits for as long as it may: enough to tell silence from a late one."""
 
 
-def make_heart(config: Config, environment: RankEnvironment) -> Heart:
-    """A heart that doesn't beat yet."""
-    run, train = Path(config.logging.run_dir), config.train
+def identify(config: Config, environment: RankEnvironment) -> Identity:
+    """Who a rank is, by the number that it has in `environment`."""
     grid = placement(config, environment.world_size)
-    identity = Identity(
+    return Identity(
         rank=environment.rank,
         world_size=environment.world_size,
         coordinate=grid.coordinate(environment.rank),
-        host=platform.node(),
+        host=environment.host,
         job=bootstrap.read_job(),
     )
+
+
+def make_heart(config: Config, environment: RankEnvironment) -> Heart:
+    """A heart that doesn't beat yet."""
+    run, train = Path(config.logging.run_dir), config.train
     watch = Watch(run, train.timeout_seconds, train.setup_timeout_seconds)
     interval = min(config.logging.beat_seconds, train.timeout_seconds / BEATS_IN_TIMEOUT)
     lookout = None
     if environment.rank == 0:
         lookout = Lookout(run, config.logging.straggler_factor, _say)
-    return Heart(run, identity, interval, Pulse(), watch, lookout)
+    return Heart(run, identify(config, environment), interval, Pulse(), watch, lookout)
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,13 @@ from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import STOPPED
 from megagrid.grid import bootstrap
 from megagrid.grid.grid import Grid
-from megagrid.grid.start import expect_steps, running_grid, with_shard_size
+from megagrid.grid.start import (
+    expect_steps,
+    meeting,
+    renumbering,
+    running_grid,
+    with_shard_size,
+)
 from megagrid.health.beat import (
     ENDING,
     EVALUATING,
@@ -40,6 +46,7 @@ from megagrid.train.digest import DigestLog
 from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import SECONDS_TO_DIE, lock_folder
 from megagrid.train.guards import Action
+from megagrid.train.heartbeat import identify
 from megagrid.train.metrics import (
     EVERY_STEP,
     GuardRecord,
@@ -65,22 +72,27 @@ METRICS = "metrics.jsonl"
 def train(config: Config, stop: StopRequest, heart: Heart) -> int:
     """Train on this rank until the last step, or until any rank is asked to stop; returns the exit
     code."""
-    environment, pulse = bootstrap.read(), heart.pulse
+    pulse = heart.pulse
     pulse.enter(JOINING)
     with (
-        told_in_a_line(config, environment),
-        running_grid(config, environment) as grid,
+        meeting(config, bootstrap.read()) as met,
+        told_in_a_line(config, met.environment),
+        running_grid(config, met) as grid,
         deterministic_kernels(config.train.deterministic),
         stop.by_signals(),
     ):
+        if met.is_reordered:
+            heart.identify(identify(config, met.environment))
+            if grid.rank == 0:
+                print(renumbering(met), flush=True)
         pulse.device = str(grid.device)
         pulse.enter(LOADING)
         heart.look_with(StackSampler(grid.rank, grid.device.type))
         config = with_shard_size(config, grid.dp_shard.size)
-        check_memory(config, grid, environment)
+        check_memory(config, grid, met.cluster.neighbours(grid.rank))
         code = Run(config, grid, stop, pulse).run()
         pulse.enter(ENDING)
-    if code == 0 and environment.rank == 0:
+    if code == 0 and grid.rank == 0:
         _export(config)  # nobody waits for it: the ranks have let go of each other
     return code
 

@@ -91,11 +91,11 @@ def _generate(
     import torch
 
     from megagrid.checkpoint import entries, load
-    from megagrid.grid.start import select_device
+    from megagrid.grid.start import device_kind, take_device
     from megagrid.nn.layout import parameter_shards
     from megagrid.train.build import MASTER_DTYPES, build_whole_model
 
-    device = select_device("auto", 0)
+    device = take_device(device_kind("auto"), 0)
     model = build_whole_model(config.model, MASTER_DTYPES[config.train.precision], device)
     load(checkpoint, entries(parameter_shards(model)), is_verified=True, weights_only=True)
     generator = torch.Generator(device).manual_seed(arguments.seed)

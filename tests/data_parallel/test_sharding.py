@@ -17,7 +17,7 @@ from megagrid.config.sharding import STRATEGIES
 from megagrid.data_parallel.sharding import parameter_groups
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.placement import Placement
-from megagrid.grid.start import grid_of, running_grid
+from megagrid.grid.start import grid_of, meeting, running_grid
 from megagrid.plan.parameters import ModelShare
 from megagrid.train.build import Engine, build_engine
 from megagrid.train.metrics import Stopwatch
@@ -218,7 +218,10 @@ def test_an_accelerators_states_lie_in_pinned_host_memory_and_train_the_same(pre
     for offloads in (False, True):
         variant = replace(LLAMA, precision=precision).having(("train.device", device.type))
         case = Case(variant, Placement(), 8, (("memory.cpu_offload", offloads),))
-        with running_grid(case.config, RankEnvironment()) as grid:
+        with (
+            meeting(case.config, RankEnvironment()) as met,
+            running_grid(case.config, met) as grid,
+        ):
             engine = build_engine(case.config, grid)
             found = []
             for step in (1, 2, 3):

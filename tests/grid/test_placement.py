@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import math
+import random
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 import pytest
 
@@ -9,7 +12,7 @@ from megagrid.cli import main
 from megagrid.errors import GridError
 from megagrid.grid.command import span
 from megagrid.grid.placement import AXES, Coordinate, Placement, check_tp_inside_nodes
-from megagrid.grid.topology import Cluster
+from megagrid.grid.topology import Cluster, keep_together
 from tests.config import recipe
 
 GRIDS = [
@@ -99,7 +102,7 @@ def test_a_tp_group_across_nodes_is_refused_with_the_largest_tp_that_fits(
 
 
 def test_nodes_of_unequal_size_are_seen_as_they_are():
-    with pytest.raises(GridError, match=r"tp group \{2,3\} on nodes \[0, 1\]"):
+    with pytest.raises(GridError, match=r"tp group \{2,3\} on nodes 0 and 1"):
         check_tp_inside_nodes(Placement(tp=2, dp=3), Cluster((0, 0, 0, 1, 1, 1)))
     check_tp_inside_nodes(Placement(tp=2, dp=3), Cluster((0, 0, 0, 0, 1, 1)))
 
@@ -193,3 +196,43 @@ def test_a_map_that_no_screen_holds_is_refused(tmp_path, capsys):
     command = ["grid", str(recipe.write(tmp_path)), "--nodes", "9999999999"]
     assert main([*command, "--gpus-per-node", "8"]) == 2
     assert "state a smaller cluster" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------
+# Order
+
+
+def random_paths(draw: random.Random) -> list[tuple[str, ...]]:
+    """Of ranks on a few nodes, each below a switch or two, in any order."""
+    nodes = []
+    for number in range(draw.randint(1, 5)):
+        switches = (f"spine{draw.randint(0, 1)}", f"leaf{draw.randint(0, 1)}")
+        nodes.append((*switches[: draw.randint(0, 2)], f"node{number}"))
+    paths = [node for node in nodes for _ in range(draw.randint(1, 3))]
+    draw.shuffle(paths)
+    return paths
+
+
+def are_together(paths: Sequence[tuple[str, ...]]) -> bool:
+    """Whether the ranks below each switch, and on each node, are neighbours."""
+    for depth in range(1, max(map(len, paths)) + 1):
+        runs = [key for key, _ in groupby(path[:depth] for path in paths)]
+        deep = [key for key in runs if len(key) == depth]
+        if len(set(deep)) < len(deep):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_order_keeps_nodes_and_switches_together_and_moves_no_more_than_it_must(seed):
+    paths = random_paths(random.Random(seed))
+    order = keep_together(paths)
+    assert sorted(order) == list(range(len(paths)))
+    assert order[0] == 0
+    ordered = [paths[rank] for rank in order]
+    assert are_together(ordered)
+    for path in set(paths):
+        ranks = [rank for rank in order if paths[rank] == path]
+        assert ranks == sorted(ranks), "ranks of a node keep their order"
+    assert keep_together(ordered) == list(range(len(paths))), "a good order is left alone"
+    assert (order == list(range(len(paths)))) == are_together(paths)

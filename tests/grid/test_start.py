@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 
+from megagrid.errors import GridError
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Axis
 from megagrid.grid.placement import Placement
-from megagrid.grid.start import _cluster, expect_steps, grid_of, with_shard_size
+from megagrid.grid.start import (
+    Meeting,
+    device_of_rank,
+    expect_steps,
+    grid_of,
+    meeting,
+    renumbering,
+    running_grid,
+    with_shard_size,
+)
+from megagrid.grid.topology import Cluster, Node
 from tests.end_to_end.t0 import strategy, t0
 
 
 def axes_on_rank(placement: Placement, nodes: tuple[int, ...], keys: dict) -> tuple[Axis, ...]:
     """The axes over which this rank's weights are split, and repeated, as (name, ranks, rank)."""
     config, rank = t0("unused", placement, keys), dist.get_rank()
-    environment = RankEnvironment(rank, placement.world_size, node=nodes[rank])
-    cluster = _cluster(environment, torch.device("cpu"))
-    config = with_shard_size(config, placement.shard_size_in_nodes(cluster))
+    config = with_shard_size(config, placement.shard_size_in_nodes(Cluster(nodes)))
     grid = grid_of(config, placement, rank, "cpu")
     axes = grid.dp_shard, grid.dp_replicate, grid.dp_reshard
     return tuple((axis.name, axis.ranks, axis.rank) for axis in axes)
@@ -73,3 +87,99 @@ def test_before_the_first_step_collectives_may_wait_longer(ranks):
     placement = Placement(tp=2, dp=2)
     for found in ranks.run(timeouts_before_and_in_steps, placement, keys, world_size=4):
         assert found == [(130.0, 35.0)] * 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Meeting
+
+CYCLIC = [("a", 0, ("left",)), ("b", 1, ("right",)), ("a", 0, ("left",)), ("b", 1, ("right",))]
+"""Host, node and switches of each rank, as `srun -m cyclic` places them."""
+
+
+def met_by_all(folder: Path, places: list[tuple[str, int, tuple[str, ...]]], keys: Any = None):
+    """What each rank knows once all have met, or its error."""
+    config = t0(str(folder), Placement(dp=len(places)), keys or {})
+
+    def come(rank: int) -> Meeting | GridError:
+        host, node, switches = places[rank]
+        environment = RankEnvironment(
+            rank, len(places), rank // 2, node, host, switches, step="mini-1.0-0"
+        )
+        try:
+            with meeting(config, environment) as met:
+                return met
+        except GridError as error:
+            return error
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(come, range(len(places))))
+
+
+def test_ranks_are_renumbered_so_that_those_of_a_node_are_neighbours(tmp_path):
+    found = met_by_all(tmp_path, CYCLIC)
+    assert [met.environment.rank for met in found] == [0, 2, 1, 3]
+    assert [met.environment.local_rank for met in found] == [0, 0, 1, 1]
+    for met in found:
+        assert met.launcher_ranks == (0, 2, 1, 3)
+        assert met.cluster == Cluster((0, 0, 1, 1), (Node("a", ("left",)), Node("b", ("right",))))
+    assert renumbering(found[0]).endswith("0 to 3 are the launcher's 0 2 1 3")
+
+
+def test_the_launchers_order_is_kept_where_the_recipe_says_so(tmp_path):
+    found = met_by_all(tmp_path, CYCLIC, {"parallel": {"rank_order": "launcher"}})
+    assert [met.environment.rank for met in found] == [0, 1, 2, 3]
+    assert not any(met.is_reordered for met in found)
+    assert found[0].cluster.node_of_rank == (0, 1, 0, 1)
+
+
+def test_an_order_that_keeps_nodes_together_is_left_alone(tmp_path):
+    found = met_by_all(tmp_path, sorted(CYCLIC))
+    assert not any(met.is_reordered for met in found)
+
+
+def test_two_agents_on_one_host_are_two_nodes(tmp_path):
+    found = met_by_all(tmp_path, [("vm", 0, ()), ("vm", 1, ())])
+    assert found[1].cluster.node_of_rank == (0, 1)
+
+
+def test_a_tp_group_is_held_against_the_nodes_after_the_renumbering(tmp_path):
+    config = t0("unused", Placement(tp=2, dp=2), {})
+    met = met_by_all(tmp_path, CYCLIC, {"parallel": {"rank_order": "launcher"}})[0]
+    with (
+        pytest.raises(GridError, match=r"tp group \{0,1\} on nodes a and b"),
+        running_grid(config, met),
+    ):
+        pass
+
+
+def device_words(*seen: tuple[str, str, int | None]) -> list[dict[str, Any]]:
+    """Of ranks in order, whose hosts see `visible` and so many devices."""
+    local: dict[str, int] = {}
+    words = []
+    for host, visible, devices in seen:
+        local_rank = local[host] = local.get(host, -1) + 1
+        words.append(
+            {"host": host, "node": 0, "visible": visible, "devices": devices}
+            | {"local_rank": local_rank}
+        )
+    return words
+
+
+@pytest.mark.parametrize(
+    ("seen", "devices"),
+    [
+        ([("a", "0,1", 2), ("a", "0,1", 2), ("b", "0,1", 2), ("b", "0,1", 2)], [0, 1, 0, 1]),
+        ([("a", "0", 1), ("a", "1", 1), ("b", "0", 1), ("b", "1", 1)], [0, 0, 0, 0]),
+        ([("a", "0,1", 2), ("a", "2,3", 2)], [0, 0]),
+        ([("a", "0,1", 2), ("b", "0,1", 2), ("a", "0,1", 2), ("b", "0,1", 2)], [0, 0, 1, 1]),
+        ([("a", "cpu", None), ("a", "cpu", None)], [0, 1]),
+    ],
+    ids=["shared", "one per task", "two per task", "cyclic", "cpu"],
+)
+def test_ranks_share_the_devices_that_they_see_together(seen, devices):
+    assert device_of_rank(device_words(*seen)) == devices
+
+
+def test_more_ranks_than_devices_are_refused():
+    with pytest.raises(GridError, match="2 ranks on a see the same 1 devices, so that rank 2 has"):
+        device_of_rank(device_words(("a", "0", 1), ("a", "1", 1), ("a", "0", 1)))

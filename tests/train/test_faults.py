@@ -43,14 +43,13 @@ def states(config: Config, placement: Placement, ranks: range) -> int:
 def test_states_of_all_ranks_on_a_machine_must_fit_into_it(monkeypatch, sharding, local):
     config = t0("unused", TP2DP2, strategy(sharding))
     rank = local // 2
-    environment = RankEnvironment(rank, 4, local_rank=rank, local_world_size=local)
     grid = SimpleNamespace(device=CPU, placement=TP2DP2, rank=rank)
     room = states(config, TP2DP2, range(local))
     monkeypatch.setattr(bootstrap, "memory_bytes", lambda: room)
-    check_memory(config, grid, environment)
+    check_memory(config, grid, range(local))
     monkeypatch.setattr(bootstrap, "memory_bytes", lambda: room - 1)
     with pytest.raises(ConfigError) as refused:
-        check_memory(config, grid, environment)
+        check_memory(config, grid, range(local))
     message = str(refused.value)
     assert "\n" not in message
     for words in ("model.num_layers=4", "model.hidden_size=32", "on this machine", "more machines"):
@@ -97,7 +96,7 @@ def test_states_of_a_rank_must_fit_into_its_device(monkeypatch):
     room = states(config, TP2DP2, range(3, 4))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda asked: (0, room - 1))
     with pytest.raises(ConfigError) as refused:
-        check_memory(config, grid, RankEnvironment(3, 4, local_rank=1, local_world_size=2))
+        check_memory(config, grid, [2, 3])
     for words in ("on rank 3's cuda:1, which has", "raise parallel.tensor_parallel_size"):
         assert words in str(refused.value)
 
