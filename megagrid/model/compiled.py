@@ -9,10 +9,13 @@ What differs between calls must be a tensor, and what differs between layers a p
 else would be compiled anew, again and again. Embedding, head and loss are left as they are, so is
 what passes between ranks of the pipeline. fully_shard comes after it: its hooks lie outside.
 
-What a block keeps for its backward is the compiler's choice: what is cheap it computes again.
+What a block keeps for its backward is the compiler's choice: what is cheap it computes again. Of a
+region that is to be recomputed (`megagrid.nn.recompute`) it keeps what is kept uncompiled.
 """
 
 from __future__ import annotations
+
+import logging
 
 from megagrid.model.decoder import DecoderStage
 
@@ -23,7 +26,14 @@ def compile_blocks(stage: DecoderStage, backend: str) -> None:
     Args:
         backend: as torch.compile knows it.
     """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_of_interest)
     for block in stage.layers.values():
         # A break in the graph is an error rather than a slow path that nobody sees. Shapes are the
         # same in every call of a run.
         block.compile(backend=backend, fullgraph=True, dynamic=False)
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Of whatever is said of regions: a warning of operators that work in place, which a compiler
+    has replaced by others before it comes to the regions, isn't."""
+    return "context_fn is passed" not in record.msg

@@ -28,7 +28,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 Region = Callable[..., Any]
 """Called with a function and its arguments; returns what the function does."""
@@ -44,6 +48,36 @@ def recompute(function: Callable, *inputs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute_alone(function: Callable, *inputs: Any) -> Any:
+    """The same, of a region among others that are compiled with it.
+
+    A compiler is free to compute what lies between two regions, a residual, again as well, and what
+    the first returns with it: its product, and the collective behind that. Those it is told to keep
+    or to let go of, but never to repeat.
+    """
+    if not torch.is_grad_enabled() or not torch.compiler.is_compiling():
+        return recompute(function, *inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=_never_twice)
+
+
+_NEVER_TWICE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+"""What regions end in; the products of attention's core, in batches, aren't among them."""
+
+
+def _never_twice() -> tuple[Any, Any]:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        once = op in _NEVER_TWICE
+        return CheckpointPolicy.MUST_SAVE if once else CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class Recomputing(nn.Module):
@@ -71,7 +105,7 @@ class Regions:
 
 REGIONS = {
     "none": Regions(of_block=keep, of_layers=keep),
-    "selective": Regions(of_block=keep, of_layers=recompute),
+    "selective": Regions(of_block=keep, of_layers=recompute_alone),
     "full": Regions(of_block=recompute, of_layers=keep),
 }
 

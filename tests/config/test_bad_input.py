@@ -533,11 +533,6 @@ MISTAKES = {
         "train.device=mps",
         told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
     ),
-    "selective recomputation of compiled blocks": override(
-        "train.compile=true",
-        "memory.recompute=selective",
-        told=('memory.recompute="selective"', "train.compile=true", 'choose "none"', 'or "full"'),
-    ),
     "digests of compiled blocks": override(
         "train.compile=true",
         "logging.digest_interval=1",

@@ -24,6 +24,7 @@ TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
 """Traced as for inductor, which takes longer to make code."""
 EXCHANGES = ("all_gather", "ring", "ulysses")
 RECOMPUTED = ("memory.recompute", "full")
+SELECTIVE = ("memory.recompute", "selective")
 
 
 @contextmanager
@@ -43,51 +44,51 @@ def case(variant: Variant, placement: Placement, *keys: tuple[str, object]) -> C
     return Case(variant, placement, 8 // (2 * placement.dp), keys)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [case(LLAMA, Placement()), case(GPT, Placement())],
-        [case(variant, Placement(tp=2), *keys) for variant in (LLAMA, GPT) for keys in ((), (SP,))],
-        [case(variant, Placement(pp=2)) for variant in (LLAMA, GPT)],
-        [
-            case(LLAMA, Placement(tp=2), SP, RECOMPUTED),
-            case(GPT, Placement(tp=2), RECOMPUTED),
-        ],
-        [
-            case(LLAMA, Placement(dp=2), strategy("FULL_SHARD")),
-            case(GPT, Placement(dp=2), strategy("SHARD_GRAD_OP"), ("parallel.blocks_per_unit", 2)),
-        ],
-        [case(LLAMA, Placement(tp=2, dp=2), SP), case(GPT, Placement(tp=2, pp=2), SP)],
-        [
-            case(DOCUMENTS, Placement(tp=2), SP),
-            case(DOCUMENTS, Placement(pp=2)),
-            case(DOCUMENTS, Placement(dp=2), RECOMPUTED),
-        ],
-        [case(DOCUMENTS, Placement(tp=2, dp=2))],
-        [
-            *(case(LLAMA, Placement(cp=2), exchange(way)) for way in EXCHANGES),
-            case(DOCUMENTS, Placement(cp=2), exchange("ring")),
-        ],
-        [
-            case(LLAMA, Placement(tp=2, cp=2), exchange("ring"), SP),
-            case(LLAMA, Placement(pp=2, cp=2), exchange("all_gather")),
-            case(GPT, Placement(dp=2, cp=2), exchange("ulysses"), RECOMPUTED),
-            case(DOCUMENTS, Placement(cp=4), exchange("all_gather")),
-        ],
+CASES = {
+    "alone": [case(LLAMA, Placement()), case(GPT, Placement())],
+    "tp": [
+        case(variant, Placement(tp=2), *keys) for variant in (LLAMA, GPT) for keys in ((), (SP,))
     ],
-    ids=[
-        "alone",
-        "tp",
-        "pp",
-        "recompute",
-        "dp",
-        "two axes",
-        "documents",
-        "of two axes",
-        "cp",
-        "cp and another",
+    "pp": [case(variant, Placement(pp=2)) for variant in (LLAMA, GPT)],
+    "dp": [
+        case(LLAMA, Placement(dp=2), strategy("FULL_SHARD")),
+        case(GPT, Placement(dp=2), strategy("SHARD_GRAD_OP"), ("parallel.blocks_per_unit", 2)),
     ],
-)
+    "cp": [
+        *(case(LLAMA, Placement(cp=2), exchange(way)) for way in EXCHANGES),
+        case(DOCUMENTS, Placement(cp=2), exchange("ring")),
+    ],
+    "two axes": [
+        case(LLAMA, Placement(tp=2, dp=2), SP),
+        case(GPT, Placement(tp=2, pp=2), SP),
+        case(DOCUMENTS, Placement(tp=2, dp=2)),
+    ],
+    "cp and another": [
+        case(LLAMA, Placement(tp=2, cp=2), exchange("ring"), SP),
+        case(LLAMA, Placement(pp=2, cp=2), exchange("all_gather")),
+        case(GPT, Placement(dp=2, cp=2), exchange("ulysses"), RECOMPUTED),
+        case(DOCUMENTS, Placement(cp=4), exchange("all_gather")),
+    ],
+    "documents": [
+        case(DOCUMENTS, Placement(tp=2), SP),
+        case(DOCUMENTS, Placement(pp=2)),
+        case(DOCUMENTS, Placement(dp=2), RECOMPUTED),
+    ],
+    "recompute": [
+        case(LLAMA, Placement(tp=2), SP, RECOMPUTED),
+        case(GPT, Placement(tp=2), RECOMPUTED),
+    ],
+    "selective": [
+        case(GPT, Placement(tp=2), SELECTIVE),
+        case(LLAMA, Placement(tp=2), SP, SELECTIVE),
+        case(GPT, Placement(pp=2), SELECTIVE),
+        case(LLAMA, Placement(dp=2), SELECTIVE),
+        case(DOCUMENTS, Placement(cp=2), exchange("ring"), SELECTIVE),
+    ],
+}
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
     equivalence.check(
         [replace(case, keys=(*case.keys, *TRACED)) for case in cases], under=compiled_once
@@ -98,11 +99,11 @@ def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
 @pytest.mark.parametrize(
     ("variant", "placement", "keys"),
     [
-        (GPT, Placement(tp=2), (SP,)),
+        (GPT, Placement(tp=2), (SP, SELECTIVE)),
         (LLAMA, Placement(dp=2), ()),
         (DOCUMENTS, Placement(cp=2), (exchange("ring"),)),
     ],
-    ids=["gpt-tp2-sp", "llama-dp2", "documents-cp2-ring"],
+    ids=["gpt-tp2-sp-selective", "llama-dp2", "documents-cp2-ring"],
 )
 def test_generated_code_changes_nothing(equivalence, variant, placement, keys):
     """Among it the masks of dropout, whose integers overflow."""

@@ -240,7 +240,9 @@ CASES = [
     Case(cp=2, tp=2, keys=exchange("ulysses") | recompute("full", 2) | SP),
     Case(cp=2, tp=2, keys=exchange("all_gather") | SP | COMPILED),
     Case(cp=2, tp=2, keys=exchange("ring") | SP | COMPILED),
-    Case(cp=2, keys=exchange("ulysses") | COMPILED),
+    Case(tp=2, family="gpt", keys=COMPILED | DROPOUT | recompute("selective")),
+    Case(tp=2, keys=COMPILED | SP | recompute("selective")),
+    Case(cp=2, keys=exchange("ulysses") | COMPILED | recompute("selective")),
 ]
 
 

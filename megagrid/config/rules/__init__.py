@@ -34,7 +34,6 @@ from megagrid.config.rules.pipeline import (
 )
 from megagrid.config.rules.precision import (
     compiled_blocks_are_whole_and_alone,
-    compiled_blocks_choose_what_they_keep,
     float8_is_for_bf16,
     float8_multiplies_sixteens,
     guard_fills_its_window,
@@ -126,7 +125,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
     width_scaling_is_adams,
     optimizer_reads_its_keys,
     device_computes_the_precision,
-    compiled_blocks_choose_what_they_keep,
     compiled_blocks_are_whole_and_alone,
     recompute_interval_is_of_whole_layers,
     moments_can_be_rounded,

@@ -115,16 +115,6 @@ def rollback_has_checkpoints(config: Config) -> None:
             )
 
 
-def compiled_blocks_choose_what_they_keep(config: Config) -> None:
-    """A compiler that may recompute some of a block recomputes more of it than that."""
-    kind = config.memory.recompute
-    if config.train.compile and kind == "selective":
-        raise ConfigError(
-            'memory.recompute="selective" doesn\'t go with train.compile=true, where the compiler '
-            'chooses what is computed again; choose "none", which leaves it to it, or "full"'
-        )
-
-
 def compiled_blocks_are_whole_and_alone(config: Config) -> None:
     """What reaches into a block isn't traced with it."""
     schedule = config.parallel.pipeline_schedule
