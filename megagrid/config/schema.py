@@ -120,6 +120,9 @@ class ParallelConfig(Section):
     round ("ring"), or all tokens of some of the heads ("ulysses"). See `megagrid.nn.context`."""
     data_parallel_size: PositiveInt | None = None
     """None: whatever the ranks leave after tp, pp and cp."""
+    min_data_parallel_size: PositiveInt | None = None
+    """Fewest that the run may have instead, with the same batches, when it has lost nodes (see
+    `megagrid train --nnodes`) or is started on fewer ranks. None: data_parallel_size."""
     sequence_parallel: bool = False
     """Norms and residuals sharded along the sequence over the tp axis."""
     pipeline_schedule: ScheduleName = "1F1B"

@@ -13,12 +13,14 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megagrid.errors import GridError
 from megagrid.grid.slurm import Task, is_batch_script, switches_of, task_of
 
 LAUNCHER = "MEGAGRID_LAUNCHER"
+QUIET = "MEGAGRID_QUIET_LAUNCHER"
 
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 """How often SLURM has queued a job again, and torchrun started its ranks again."""
@@ -63,6 +65,8 @@ class RankEnvironment:
         launcher: process id of the `megagrid train` that started the rank and tells the user of
             its mistakes. None under any other launcher, where rank 0 tells them.
         error_file: where torchrun's agent looks for the reason why the rank ended.
+        launch: stands for the launcher's work from its start to its end, however often it starts
+            its ranks; None where it starts them once.
     """
 
     rank: int = 0
@@ -78,6 +82,7 @@ class RankEnvironment:
     step: str | None = None
     launcher: int | None = None
     error_file: str | None = None
+    launch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launcher=_number(environ, LAUNCHER) if LAUNCHER in environ else None,
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
+        launch=_launch(environ),
     )
 
 
@@ -194,9 +200,21 @@ def environment_for_ranks(
 def become_launcher() -> None:
     """Leave word in the environment, which ranks inherit, that this process is their launcher.
 
-    A rank can't find out by itself: its parent may have been killed before it could ask.
+    A rank can't find out by itself: its parent may have been killed before it could ask. And no
+    signal is left to torchrun's agent, which would end by it while the ranks still save.
     """
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    if os.environ.pop(QUIET, None):
+        os.environ.pop("TORCH_CPP_LOG_LEVEL")
+
+
+def environment_for_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher starts with: it tells of a lost node in a line, and torch's pages of it are
+    left out. They aren't for ranks: see `become_launcher`."""
+    if "TORCH_CPP_LOG_LEVEL" in environ:
+        return dict(environ)
+    return {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL", QUIET: "1"}
 
 
 def make_deterministic() -> None:
@@ -219,21 +237,56 @@ def memory_bytes(root: Path = ROOT) -> int:
     return min([machine, *_control_group_limits(root)])
 
 
+def out_of_memory_kills(root: Path = ROOT) -> int | None:
+    """How often the system has killed a process of this one's control group, or of the machine
+    where groups aren't counted, because memory was full; None if it doesn't say."""
+    texts = (_read(folder / files["kills"]) for folder, files in _control_groups(root))
+    for text in (*texts, _read(root / "proc/vmstat")):
+        counts = dict(line.split(maxsplit=1) for line in text.splitlines())
+        if "oom_kill" in counts:
+            return int(counts["oom_kill"])
+    return None
+
+
 def _control_group_limits(root: Path) -> Iterator[int]:
-    """Memory limits of this process's control group and of those around it, of either version."""
+    for folder, files in _control_groups(root):
+        if (text := _read(folder / files["limit"]).strip()).isdigit():  # "max": none
+            yield int(text)
+
+
+_CONTROL_GROUPS = MappingProxyType(
+    {
+        1: {
+            "base": "sys/fs/cgroup/memory",
+            "limit": "memory.limit_in_bytes",
+            "kills": "memory.oom_control",
+        },
+        2: {"base": "sys/fs/cgroup", "limit": "memory.max", "kills": "memory.events"},
+    }
+)
+"""Version -> where its folders lie, and names of files in them."""
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Folders, and names of files, of this process's control group and of those around it, of
+    either version."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, limit = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
-        # In a container the path may be that of the host. Then the group is what lies at `base`.
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):
-            if (text := _read(folder / limit).strip()).isdigit():  # "max": none
-                yield int(text)
+        files = _CONTROL_GROUPS[1 if controllers else 2]
+        # In a container the path may be that of the host. Then the group is what lies at the base.
+        group = root / files["base"] / path.strip("/")
+        yield from ((folder, files) for folder in (group, *group.parents))
+
+
+def _launch(environ: Mapping[str, str]) -> str | None:
+    """A name for what torchrun's agent does from its start to its end. The run id alone is often
+    chosen by hand, and the same for all jobs; and what the ranks are told of the number of their
+    starts isn't the same on all nodes."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    return f"{environ['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {os.getppid()}"
 
 
 def _read(path: Path) -> str:

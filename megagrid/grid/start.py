@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megagrid.config.rules import check
+from megagrid.config.rules import placement as placement_of
 from megagrid.config.schema import Config
 from megagrid.config.sharding import Sharding
 from megagrid.errors import GridError
@@ -165,13 +166,7 @@ def running_grid(config: Config, met: Meeting) -> Iterator[Grid]:
         ScheduleError, ConfigError: if the pipeline's schedule can't be had or isn't for this grid.
     """
     parallel = config.parallel
-    placement = Placement.for_world(
-        met.cluster.world_size,
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        cp=parallel.context_parallel_size,
-        dp=parallel.data_parallel_size,
-    )
+    placement = placement_of(config, met.cluster.world_size)
     if not parallel.allow_tp_across_nodes:
         check_tp_inside_nodes(placement, met.cluster)
     if leaves_shard_size_to_nodes(config):

@@ -35,13 +35,17 @@ from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
 from megagrid.plan.show_units import print_units
 from megagrid.terminal import warn_on_stderr
+from megagrid.train import nodes
 from megagrid.train.heartbeat import make_heart
 from megagrid.train.launch import (
+    Launch,
+    check_cores,
     end_with_launcher,
     record_mistake,
     record_stop,
     start_ranks,
 )
+from megagrid.train.nodes import Nodes
 from megagrid.train.stopping import StopRequest
 
 SECONDS_FOR_RANK_0 = 10.0
@@ -64,19 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="guard.find_nan=true: say where the first NaN or Inf of a step comes from",
     )
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="ranks to start here; without it tp x pp x cp x dp, with dp 1 unless stated",
-    )
+    nodes.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or start the ranks that do."""
     if arguments.find_nan:
         arguments.overrides = [*arguments.overrides, "guard.find_nan=true"]
-    if bootstrap.is_rank() and not (arguments.show_config or arguments.show_units):
+    there = nodes.from_arguments(arguments)
+    is_rank = bootstrap.is_rank() and there.most == 1  # else a task of SLURM's that starts ranks
+    if is_rank and not (arguments.show_config or arguments.show_units):
         try:
             with interrupts_win():
                 return _run_rank(arguments)
@@ -88,30 +89,81 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(PEER_LOST)
-    if arguments.nproc is not None and arguments.nproc < 1:
-        raise GridError(f"--nproc {arguments.nproc} starts no ranks; choose at least 1")
-    config = load_recipe(arguments)
-    world_size = placement(config, arguments.nproc).world_size
-    check(config, world_size)
-    _warn(config)
+    try:
+        config, world_size = _prepare(arguments, there)
+    except MegagridError as error:
+        if there.most > 1 and not (arguments.show_config or arguments.show_units):
+            start_ranks(_launch(arguments, there, ranks=1, mistake=str(error)))
+        raise
     if arguments.show_config:
         print(dump(config), end="")
         return 0
     if arguments.show_units:
         print_units(config, placement(config, world_size))
         return 0
-    check_inputs(config)
-    grid = placement(config, arguments.nproc)
-    stage_layers(config, grid, training_program(config, grid).placement)
-    if world_size > 1:
-        start_ranks(
-            world_size,
-            ["train", arguments.recipe, *arguments.overrides],
-            config.checkpoint.seconds_to_stop,
-            config.train.device,
-        )
+    if world_size > 1 or there.most > 1 or there.max_restarts:
+        start_ranks(_launch(arguments, there, ranks=world_size // there.most))
     with interrupts_win():
         return _train(config, StopRequest(), bootstrap.read())
+
+
+def _prepare(arguments: argparse.Namespace, there: Nodes) -> tuple[Config, int]:
+    """The config, checked as far as it can be without ranks, and the size of its grid.
+
+    Raises:
+        MegagridError: a mistake that every rank would make.
+    """
+    config = load_recipe(arguments)
+    world_size = there.most * there.ranks_here(placement(config).world_size)
+    grid = placement(config, world_size)
+    check(config, world_size)
+    _check_fewest(config, there, world_size)
+    if there.node == 0:
+        _warn(config)
+    if not (arguments.show_config or arguments.show_units):
+        check_inputs(config)
+        stage_layers(config, grid, training_program(config, grid).placement)
+        check_cores(world_size // there.most)
+    return config, world_size
+
+
+def _check_fewest(config: Config, there: Nodes, world_size: int) -> None:
+    """Whether a job that may lose nodes can go on with as few as it says.
+
+    Raises:
+        GridError: naming what keeps it.
+    """
+    if there.fewest == there.most:
+        return
+    stated = f"--nnodes {there.fewest}:{there.most}"
+    parallel = config.parallel
+    if parallel.data_parallel_size is not None and parallel.min_data_parallel_size is None:
+        raise GridError(
+            f"{stated} may lose nodes, but parallel.data_parallel_size="
+            f"{parallel.data_parallel_size} is stated; set parallel.min_data_parallel_size, or "
+            "leave both out"
+        )
+    ranks = there.fewest * (world_size // there.most)
+    try:
+        check(config, ranks)
+    except MegagridError as error:
+        raise GridError(f"{stated} on {there.fewest} of them, {ranks} ranks: {error}") from None
+
+
+def _launch(
+    arguments: argparse.Namespace, there: Nodes, ranks: int, mistake: str | None = None
+) -> Launch:
+    return Launch(
+        recipe=arguments.recipe,
+        overrides=arguments.overrides,
+        ranks=ranks,
+        fewest=there.fewest,
+        most=there.most,
+        node=there.node,
+        rendezvous=there.rendezvous,
+        max_restarts=there.max_restarts,
+        mistake=mistake,
+    )
 
 
 def _run_rank(arguments: argparse.Namespace) -> int:

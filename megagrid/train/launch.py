@@ -1,33 +1,29 @@
-"""Ranks of one machine, started through torchrun's agent.
+"""Ranks of this machine, started through torchrun's agent.
 
     megagrid train RECIPE      this process checks the recipe, imports no torch, and becomes …
-      agent                    … `python -m megagrid.train.launch`: starts ranks, waits, reports
+      launcher                 … `python -m megagrid.train.agent`: starts ranks, waits, reports
         rank 0, 1, …           `python -m megagrid train RECIPE` with RANK set
 
-On several machines torchrun is started by hand, or by a scheduler, with `-m megagrid train RECIPE`.
+On several machines the same is started on each, with a --node-rank of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NamedTuple, NoReturn, Self
 
 from megagrid.errors import GridError, MegagridError
-from megagrid.exit_codes import CRASHED, PEER_LOST, STOPPED, USER_MISTAKE
+from megagrid.exit_codes import USER_MISTAKE
 from megagrid.grid import bootstrap
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RANKS_PER_CORE = 16
 """More would only fill the memory: such a grid is meant for a cluster."""
@@ -35,34 +31,80 @@ RANKS_PER_CORE = 16
 SECONDS_BETWEEN_LOOKS = 1.0
 """At the launcher, by its ranks."""
 
-PASSED_ON = "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
-"""Signals to the agent that it sends on to the ranks, after which it waits for their end."""
+BEGUN = "begun"
+"""File beside a rank's error file: it has made a step."""
+
+_PR_SET_PDEATHSIG = 1
 
 
-def start_ranks(
-    count: int, arguments: Sequence[str], seconds_to_stop: int, device: str
-) -> NoReturn:
-    """Become the agent of `count` ranks on this machine, each `megagrid *arguments`.
+class Rendezvous(NamedTuple):
+    """Where the launcher of the first node listens for the others."""
 
-    The process is replaced, so that its exit code and the signals sent to it are the agent's.
+    host: str
+    port: int
 
-    Args:
-        seconds_to_stop: from a signal on, until ranks that are still there are killed.
-        device: see `TrainConfig.device`.
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
+
+THIS_MACHINE = Rendezvous("127.0.0.1", 0)
+"""For a job of one node; the system chooses the port, so that two jobs never collide."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher is told.
+
+    Attributes:
+        recipe, overrides: of the run.
+        ranks: to start on this node.
+        fewest, most: nodes of the job.
+        node: the number of this one.
+        max_restarts: of all ranks, after crashes.
+        mistake: what ends this node before it has ranks, to be told to the others.
+    """
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    ranks: int = 1
+    fewest: int = 1
+    most: int = 1
+    node: int = 0
+    rendezvous: Rendezvous = THIS_MACHINE
+    max_restarts: int = 0
+    mistake: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        return cls(**values | {"rendezvous": Rendezvous(*values["rendezvous"])})
+
+
+def check_cores(ranks: int) -> None:
+    """
     Raises:
         GridError: this machine is far too small for so many.
     """
-    if count > RANKS_PER_CORE * bootstrap.cores():
+    if ranks > RANKS_PER_CORE * bootstrap.cores():
         raise GridError(
-            f"the grid has {count} ranks, too many for the {bootstrap.cores()} cores of this "
-            "machine; make the parallel.* sizes smaller, or start torchrun on several machines"
+            f"{ranks} ranks are too many for the {bootstrap.cores()} cores of this machine; make "
+            "the parallel.* sizes smaller, or spread them over several machines with --nnodes"
         )
+
+
+def start_ranks(launch: Launch) -> NoReturn:
+    """Become the launcher of a node's ranks.
+
+    The process is replaced, so that its exit code and the signals sent to it are the launcher's.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    program = [sys.executable, "-m", "megagrid.train.launch"]
-    command = [*program, str(count), str(seconds_to_stop), device, *arguments]
-    os.execve(sys.executable, command, bootstrap.environment_for_ranks(count))
+    command = [sys.executable, "-m", "megagrid.train.agent", launch.to_json()]
+    environment = bootstrap.environment_for_ranks(launch.ranks)
+    os.execve(sys.executable, command, bootstrap.environment_for_launcher(environment))
 
 
 def end_with_launcher(launcher: int, seconds_to_stop: int) -> None:
@@ -70,8 +112,11 @@ def end_with_launcher(launcher: int, seconds_to_stop: int) -> None:
 
     Ranks have sessions of their own, so a launcher that was killed (out of memory, a time limit)
     would leave them training on, where nobody looks for them. They are asked to stop as the
-    launcher would have asked them, and killed if they can't.
+    launcher would have asked them, and killed if they can't. One that a signal has stopped couldn't
+    even be asked: the system lets it go on when its launcher ends.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -98,92 +143,29 @@ def record_stop(code: int, path: str) -> None:
     _record(path, code, f"Stopped: {text}", text)
 
 
+class FirstStep:
+    """Where a rank's records go for its launcher to learn that it has made a step: a run that has
+    never made one isn't started again.
+
+    Args:
+        error_file: of the rank.
+    """
+
+    def __init__(self, error_file: str) -> None:
+        self._path = Path(error_file).with_name(BEGUN)
+
+    def write(self, record: object) -> None:
+        self._path.touch()
+
+    def rewind(self, step: int) -> None:
+        """It has made one nevertheless."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _record(path: str, code: int, message: str, shown: str) -> None:
     """In the form that torchrun reads; `shown` is what it shows of it."""
     extra = {"py_callstack": shown, "timestamp": str(int(time.time())), "exit_code": code}
     content = {"message": {"message": message, "extraInfo": extra}}
     Path(path).write_text(json.dumps(content), encoding="utf-8")
-
-
-def main(argv: Sequence[str]) -> int:
-    """The agent: run the ranks to their end and return one exit code for all of them."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from megagrid.grid.start import check_devices
-
-    count, seconds_to_stop, device, *arguments = argv
-    try:
-        check_devices(device, int(count))
-    except GridError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_MISTAKE
-    bootstrap.become_launcher()
-    # Failures are reported below, once and in a line; torchrun's own report is a page.
-    logging.disable(logging.ERROR)
-    # torchrun leaves its folder for what ranks record behind, wherever it is, so it gets a
-    # passing one. --standalone lets the system choose the port: two runs on a host never collide.
-    with tempfile.TemporaryDirectory(prefix="megagrid-") as folder:
-        options = ["--standalone", "--nproc-per-node", count, "--log-dir", folder]
-        # torchrun's own half minute may be too short for a step and its save.
-        options += ["--signals-to-handle", PASSED_ON, "--shutdown-timeout", seconds_to_stop]
-        try:
-            run.run(run.parse_args([*options, "-m", "megagrid", *arguments]))
-        except ChildFailedError as error:
-            return _report(error)
-        except SignalException as error:
-            return _report_signal(Path(folder), error.sigval)
-        finally:
-            for name in PASSED_ON.split(","):  # there is nobody left to pass them on to
-                signal.signal(signal.Signals[name], signal.SIG_IGN)
-    return 0
-
-
-def _report(error: ChildFailedError) -> int:
-    """Tell the user why the ranks ended, in one line; the exit code to leave with.
-
-    A mistake of the user comes first: a rank that waited for the one that met it fails as well.
-    """
-    failures = error.failures
-    mistaken = [rank for rank, failure in failures.items() if failure.exitcode == USER_MISTAKE]
-    if mistaken:
-        _tell(failures[min(mistaken)].message)
-        return USER_MISTAKE
-    if any(failure.exitcode == STOPPED for failure in failures.values()):
-        return STOPPED  # as rank 0 has said; the save is everyone's, whatever they met after it
-    # A rank that was left alone isn't the reason, unless there is no other.
-    rank, first = min(
-        failures.items(), key=lambda item: (item[1].exitcode == PEER_LOST, item[1].timestamp)
-    )
-    if first.exitcode < 0:
-        ended = f"was ended by {signal.Signals(-first.exitcode).name}"
-    elif first.exitcode == PEER_LOST:
-        ended = "was left alone, as it says above"
-    else:
-        ended = f"ended with exit code {first.exitcode}; its traceback is above"
-    print(f"error: rank {rank} {ended}", file=sys.stderr)
-    return CRASHED
-
-
-def _report_signal(folder: Path, number: int) -> int:
-    """The same after a signal to the agent, which knows no more of its ranks than what they have
-    left in `folder`: with nothing there, the signal ended them."""
-    messages: dict[int, dict[str, Any]] = {}
-    for path in sorted(folder.rglob("error.json")):
-        with contextlib.suppress(ValueError):  # of a rank that was killed as it wrote
-            message = json.loads(path.read_text(encoding="utf-8"))["message"]
-            messages.setdefault(message["extraInfo"]["exit_code"], message)
-    if USER_MISTAKE in messages:
-        _tell(messages[USER_MISTAKE])
-    return next((code for code in (USER_MISTAKE, STOPPED, 0) if code in messages), 128 + number)
-
-
-def _tell(message: dict[str, Any] | str) -> None:
-    """The mistake that a rank has recorded, or what torchrun says where it has recorded none."""
-    text = message["message"].partition(": ")[2] if isinstance(message, dict) else message
-    print("error:", " ".join(text.splitlines()), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,7 @@ from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Grid
 from megagrid.hf import carried
 from megagrid.hf.start import start_from
+from megagrid.train.relaunch import has_saved
 from megagrid.train.state import RunState
 
 
@@ -19,6 +20,7 @@ class Past:
     """A run's past. Every rank has one, and uses it like the others.
 
     Args:
+        launch: whose ranks these are; None where they aren't started again.
         checkpoints: the folder that the run's checkpoints lie in.
         say: told of what is loaded, passed over or strange.
     """
@@ -29,8 +31,10 @@ class Past:
         grid: Grid,
         state: RunState,
         checkpoints: Path,
+        launch: str | None,
         say: Callable[[str], None],
     ) -> None:
+        self._launch = launch
         self._settings = config.checkpoint
         self._model = config.model
         self._world = grid.host
@@ -53,13 +57,17 @@ class Past:
             CheckpointError: there is a run in the folder, which a fresh start would replace; or
                 what is named can't be loaded.
         """
-        settings = self._settings
-        if settings.resume is None:
+        resume = self._settings.resume
+        if checkpoint.on_first_rank(
+            lambda: has_saved(self._launch, self._checkpoints), self._world
+        ):
+            resume = "latest"  # whatever the job began with, it has come further since
+        if resume is None:
             self._refuse_to_start_over()
             self._begin_with_weights()
             return
         found = checkpoint.find_checkpoint(
-            settings.resume, self._checkpoints, self._world, by_first_rank=self._by_first_rank
+            resume, self._checkpoints, self._world, by_first_rank=self._by_first_rank
         )
         if found is None:
             self._say("no checkpoint yet: a fresh start")

@@ -47,6 +47,7 @@ from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import SECONDS_TO_DIE, lock_folder
 from megagrid.train.guards import Action
 from megagrid.train.heartbeat import identify
+from megagrid.train.launch import FirstStep
 from megagrid.train.metrics import (
     EVERY_STEP,
     GuardRecord,
@@ -133,7 +134,8 @@ class Run:
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
         self.state = RunState(self.engine, self.data.fingerprint)
-        self.past = Past(config, grid, self.state, self.checkpoints, self._say)
+        launch = bootstrap.read().launch
+        self.past = Past(config, grid, self.state, self.checkpoints, launch, self._say)
         self.past.begin()
         self.saver = self._make_saver()
         self.loader = self._loader(self.data.train, prefetch=config.data.prefetch)
@@ -350,9 +352,11 @@ class Run:
         tracker = self._open_tracker()  # before what is no longer so is dropped from the records
         (self.folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         self._saves = MetricsLog(self.folder / "saves.jsonl", self.progress.step, SaveRecord)
+        error_file = bootstrap.read().error_file
         return [
             MetricsLog(self.folder / METRICS, self.progress.step),
             ConsoleTable(self.total_steps, self.config.logging.interval),
+            *([FirstStep(error_file)] if error_file is not None else []),
             *tracker,
         ]
 

@@ -386,6 +386,17 @@ MISTAKES = {
         told=("data_parallel_size=2", "= 4 ranks", "8 were started", "start 4"),
         world_size=8,
     ),
+    "fewer ranks than the least": override(
+        "parallel.data_parallel_size=4",
+        "parallel.min_data_parallel_size=2",
+        told=("1 ranks leave 1 for the dp axis", "min_data_parallel_size=2", "size=4"),
+        world_size=1,
+    ),
+    "more ranks at least than there are": override(
+        "parallel.data_parallel_size=2",
+        "parallel.min_data_parallel_size=4",
+        told=("min_data_parallel_size=4", "data_parallel_size=2", "set it to 2 or less"),
+    ),
     # --- Sharding
     "shards of a size that nothing reads": override(
         "parallel.shard_size=2",
@@ -679,6 +690,9 @@ def test_all_wrong_values_of_a_recipe_are_told_at_once(tmp_path):
         load(recipe.write(tmp_path), ["train.steps=0", "optimizer.lr=-1"])
 
 
+NODE_0_OF_2 = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -687,6 +701,14 @@ def test_all_wrong_values_of_a_recipe_are_told_at_once(tmp_path):
         (["train", "recipe.toml", "--nproc", "3", f"{TP}=2"], "start a multiple of 2 ranks"),
         (["train", "recipe.toml", "--nproc", "0"], "choose at least 1"),
         (["train", "recipe.toml", "--nproc", "4096", "train.global_batch_size=4096"], "too many"),
+        (["train", "recipe.toml", "--nnodes", "two"], "--nnodes two must be a number"),
+        (["train", "recipe.toml", "--nnodes", "3:2"], "--nnodes 3:2 must be a number"),
+        (["train", "recipe.toml", "--nnodes", "2"], "--node-rank is missing; number the nodes"),
+        (["train", "recipe.toml", "--nnodes", "2", "--node-rank", "2"], "from 0 to 1"),
+        (["train", "recipe.toml", "--nnodes", "2", "--node-rank", "0"], "--rendezvous is missing"),
+        (["train", "recipe.toml", *NODE_0_OF_2, "no-such-host:1"], "no-such-host has no address"),
+        (["train", "recipe.toml", *NODE_0_OF_2, "localhost"], "must be HOST:PORT"),
+        (["train", "recipe.toml", "--max-restarts", "-1"], "must be 0 or more"),
         (["train", "recipe.toml", 'data.paths=["nowhere/x"]'], "megagrid data prepare"),
         (["train", "recipe.toml", "checkpoint.resume=nowhere"], 'checkpoint.resume="nowhere"'),
         (["train", "nowhere.toml"], "can't read recipe nowhere.toml"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from megagrid.cli import main
 from megagrid.config.dump import dump
 from megagrid.grid.placement import Placement
+from tests.end_to_end.jobs import Ended, Job
 from tests.end_to_end.t0 import ALONE, Sections, Trainer, t0
 from tests.ranks import Ranks
 
@@ -17,15 +18,6 @@ from tests.ranks import Ranks
 @pytest.fixture(scope="session")
 def trainer(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return Trainer(ranks, tmp_path_factory.mktemp("runs"))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 class CommandLine:
@@ -66,3 +58,18 @@ class CommandLine:
 @pytest.fixture
 def cli(tmp_path: Path, capsys: pytest.CaptureFixture) -> CommandLine:
     return CommandLine(tmp_path, capsys)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator:
+    """Makes jobs, and leaves none of their processes behind."""
+    made: list[Job] = []
+
+    def make(*args, name: str = "job", **keys) -> Job:
+        (tmp_path / name).mkdir()
+        made.append(Job(tmp_path / name, *args, **keys))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()

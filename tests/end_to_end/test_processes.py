@@ -10,127 +10,29 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from megagrid.checkpoint import find_checkpoint, newest_first
-from megagrid.config.dump import dump
 from megagrid.errors import CheckpointError
 from megagrid.grid.placement import Placement
 from megagrid.train.command import interrupts_win
 from megagrid.train.metrics import read_records
-from tests.end_to_end.conftest import Ended
+from tests.end_to_end.jobs import Job
 from tests.end_to_end.t0 import (
     ALONE,
     DP2,
     PP2,
     TP2,
-    Sections,
     assert_parity,
     computed,
     has_begun,
-    t0,
 )
-
-REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 240.0
-"""Bound of every wait, for a machine that is busy with other things."""
 
 CONSTANT = {"lr_schedule": {"kind": "constant"}}
 ENDLESS = {"train": {"steps": 10**6}, "checkpoint": {"save_interval": 1, "keep_last": 2}}
-
-
-class Job:
-    """A command of Python's, with its recipe and its run in `folder`."""
-
-    def __init__(
-        self, folder: Path, placement: Placement, *parts: Sections, starter: str = "megagrid"
-    ) -> None:
-        self.folder = folder
-        self.recipe = folder / "recipe.toml"
-        self.recipe.write_text(dump(t0(folder / "run", placement, *parts)), encoding="utf-8")
-        self._command = [sys.executable, "-m", *starter.split(), "train", str(self.recipe)]
-        self._process: subprocess.Popen | None = None
-
-    def start(self, *overrides: str, **environment: str) -> Job:
-        with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
-            self._process = subprocess.Popen(
-                [*self._command, *overrides],
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        return self
-
-    def pids(self) -> dict[int, bytes]:
-        """Processes that have the recipe among their arguments, with those."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                arguments = path.read_bytes()
-            except OSError:  # it has ended meanwhile
-                continue
-            if str(self.recipe).encode() in arguments:
-                found[int(path.parent.name)] = arguments
-        return found
-
-    def ranks(self) -> list[int]:
-        """The processes that train, in the order of their start."""
-        return sorted(pid for pid, _ in self.pids().items() if pid != self._process.pid)
-
-    def wait_for_step(self, step: int) -> None:
-        """Until the run has recorded `step`."""
-        metrics = self.folder / "run" / "metrics.jsonl"
-        self.wait_until(lambda: metrics.exists() and len(read_records(metrics)) >= step)
-
-    def wait_until(self, event: Callable[[], bool]) -> None:
-        """Until `event` is so, while the command runs."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not event():
-            assert self._process.poll() is None, (self.folder / "err").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def end(self) -> Ended:
-        """Wait for the command, and for every process it has started."""
-        code = self._process.wait(PATIENCE_SECONDS)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.pids():
-            assert time.monotonic() < deadline, f"left behind: {self.pids()}"
-            time.sleep(0.05)
-        return Ended(code, *((self.folder / name).read_text() for name in ("out", "err")))
-
-    def kill(self) -> None:
-        """End whatever is left of it."""
-        if self._process is not None:
-            for pid in self.pids():
-                os.kill(pid, signal.SIGKILL)
-            self._process.wait()
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the process that the user has started."""
-        os.kill(self._process.pid, number)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator:
-    """Makes jobs, and leaves none of their processes behind."""
-    made: list[Job] = []
-
-    def make(*args, name: str = "job", **keys) -> Job:
-        (tmp_path / name).mkdir()
-        made.append(Job(tmp_path / name, *args, **keys))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.kill()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,7 +47,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_run_goes_on_from_there(job, 
     ended = killed.end()
     assert ended.code == 1
     *alone, last = ended.err.splitlines()
-    assert last == "error: rank 1 was ended by SIGKILL"
+    assert last == f"error: rank 1 (pp1 dp0 cp0 tp0) on {os.uname().nodename} was ended by SIGKILL"
     for line in alone:  # none if the launcher ends rank 0 before it has noticed
         assert line.startswith("rank 0 (pp0 dp0 cp0 tp0) lost a peer")
     assert "left\n" in ended.out

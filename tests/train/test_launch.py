@@ -1,55 +1,39 @@
 from __future__ import annotations
 
-import json
+import logging
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megagrid.cli import main
-from megagrid.errors import CheckpointError, GridError, PeerError
+from megagrid.errors import GridError, PeerError
 from megagrid.grid import bootstrap
-from megagrid.train import command, launch
+from megagrid.train import agent, command
+from megagrid.train.launch import Launch, check_cores
 from tests.config import recipe
 
-REPOSITORY = Path(__file__).parents[2]
 TP2 = "parallel.tensor_parallel_size=2"
 
 
-def start(*command: str, folder: Path, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def failure(folder: Path, rank: int, exitcode: int, message: str | None = None) -> ProcessFailure:
-    """What torchrun's agent knows of a rank; `message` is what the rank recorded."""
-    path = folder / f"{rank}.json"
-    if message is not None:
-        extra = {"py_callstack": "", "timestamp": "1"}
-        path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    return ProcessFailure(local_rank=rank, pid=rank + 1, exitcode=exitcode, error_file=str(path))
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A launcher leaves them ignored, for its process ends with it."""
+    former = {number: signal.getsignal(number) for number in agent.PASSED_ON}
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[tuple[int, list[str], int, str]]:
+def launched(monkeypatch) -> list[Launch]:
     """Collects what would have been started."""
-    calls: list[tuple[int, list[str], int, str]] = []
-
-    def record(count: int, arguments: list[str], seconds_to_stop: int, device: str) -> None:
-        calls.append((count, arguments, seconds_to_stop, device))
-
-    monkeypatch.setattr(command, "start_ranks", record)
+    calls: list[Launch] = []
+    monkeypatch.setattr(command, "start_ranks", calls.append)
     monkeypatch.setattr(command, "_train", lambda config, stop: 0)
     return calls
 
@@ -69,12 +53,56 @@ def test_a_grid_of_several_ranks_is_started_with_the_same_recipe(
     path = str(recipe.write(tmp_path))
     assert main(["train", path, *arguments]) == 0
     overrides = [argument for argument in arguments if "=" in argument]
-    assert launched == [(count, ["train", path, *overrides], 600, "auto")]
+    assert launched == [Launch(path, overrides, count)]
 
 
 def test_a_grid_of_one_rank_is_trained_where_it_is(tmp_path, launched):
     assert main(["train", str(recipe.write(tmp_path))]) == 0
     assert launched == []
+
+
+def test_a_grid_of_one_rank_has_a_launcher_if_it_is_to_be_started_again(tmp_path, launched):
+    path = str(recipe.write(tmp_path))
+    assert main(["train", path, "--max-restarts", "2"]) == 0
+    assert launched == [Launch(path, [], max_restarts=2)]
+
+
+TWO_NODES = ("--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:2950")
+
+
+def test_each_node_starts_its_share_of_the_grid(tmp_path, launched):
+    path = str(recipe.write(tmp_path))
+    assert main(["train", path, TP2, "parallel.data_parallel_size=2", *TWO_NODES]) == 0
+    (launch,) = launched
+    assert (launch.ranks, launch.fewest, launch.most, launch.node) == (2, 2, 2, 1)
+    assert launch.rendezvous == ("127.0.0.1", 2950)
+    assert Launch.from_json(launch.to_json()) == launch
+
+
+def test_a_node_tells_the_others_of_its_mistake(tmp_path, launched):
+    arguments = [str(recipe.write(tmp_path)), 'data.paths=["nowhere"]', "--nproc", "1", *TWO_NODES]
+    assert main(["train", *arguments]) == 2
+    (launch,) = launched
+    assert "megagrid data prepare" in launch.mistake
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["parallel.data_parallel_size=4"], "data_parallel_size=4 is stated"),
+        (["parallel.pipeline_parallel_size=4", "model.num_layers=4"], "2 ranks can't be divided"),
+        (["train.global_batch_size=4", "parallel.data_parallel_size=4",
+          "parallel.min_data_parallel_size=4"], "2 ranks leave 2 for the dp axis"),
+    ],
+    ids=["stated", "pp", "dp"],
+)  # fmt: skip
+def test_a_job_that_may_lose_nodes_needs_a_grid_that_may_shrink(
+    tmp_path, launched, capsys, overrides, told
+):
+    nodes = ["--nnodes", "1:2", *TWO_NODES[2:], "--nproc", "2"]
+    assert main(["train", str(recipe.write(tmp_path)), *overrides, *nodes]) == 2
+    assert "--nnodes 1:2" in capsys.readouterr().err
+    assert told in launched[0].mistake
 
 
 def test_a_rank_starts_no_ranks(tmp_path, launched, monkeypatch):
@@ -120,76 +148,20 @@ def test_ranks_inherit_the_environment_and_share_the_cores(monkeypatch):
 
 def test_more_ranks_than_the_machine_bears_are_refused(monkeypatch):
     monkeypatch.setattr(bootstrap, "cores", lambda: 2)
-    with pytest.raises(GridError, match="256 ranks, too many for the 2 cores"):
-        launch.start_ranks(256, ["train", "recipe.toml"], 600, "auto")
+    with pytest.raises(GridError, match="256 ranks are too many for the 2 cores"):
+        check_cores(256)
 
 
-def test_a_device_that_is_not_here_is_refused_before_ranks_start(monkeypatch, capsys):
+def test_a_device_that_is_not_here_is_refused_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert launch.main(["2", "600", "cuda", "train", "recipe.toml"]) == 2
+    monkeypatch.setattr(bootstrap, "become_launcher", lambda: None)
+    path = str(recipe.write(tmp_path))
+    try:
+        assert agent.main([Launch(path, ["train.device=cuda"], 2).to_json()]) == 2
+    finally:
+        logging.disable(logging.NOTSET)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == 'error: train.device="cuda" isn\'t here; this machine has "cpu"'
-
-
-@pytest.mark.parametrize(
-    ("exitcodes", "told", "code"),
-    [
-        ({0: 2, 1: 2}, "error: mistake of 0", 2),
-        ({1: 2}, "error: mistake of 1", 2),
-        ({0: 1, 3: 2}, "error: mistake of 3", 2),
-        ({1: 1}, "error: rank 1 ended with exit code 1; its traceback is above", 1),
-        ({2: -9}, "error: rank 2 was ended by SIGKILL", 1),
-        ({0: 3, 1: -9}, "error: rank 1 was ended by SIGKILL", 1),
-        ({0: 3, 1: 3}, "error: rank 0 was left alone, as it says above", 1),
-        ({0: 75, 1: 75}, "", 75),
-        ({0: 75, 1: -15}, "", 75),
-        ({0: 75, 1: 2}, "error: mistake of 1", 2),
-    ],
-    ids=[
-        "all",
-        "another rank",
-        "a rank and its peer",
-        "a crash",
-        "a signal",
-        "a signal and its peer",
-        "peers elsewhere",
-        "stopped",
-        "stopped, and one late",
-        "not saved",
-    ],
-)
-def test_the_reason_why_ranks_ended_is_one_line(tmp_path, capsys, exitcodes, told, code):
-    failures = {
-        rank: failure(tmp_path, rank, exitcode, f"Error: mistake of {rank}" if exitcode > 1 else "")
-        for rank, exitcode in exitcodes.items()
-    }
-    assert launch._report(ChildFailedError("megagrid", failures)) == code
-    assert capsys.readouterr().err == (f"{told}\n" if told else "")
-
-
-@pytest.mark.parametrize(
-    ("recorded", "told", "code"),
-    [
-        ([], "", 143),
-        ([75, 75], "", 75),
-        ([0, 0], "", 0),
-        ([75, 2], "error: the disk is full\n", 2),
-        ([None, 75], "", 75),
-    ],
-    ids=["nothing", "stopped", "done", "not saved", "one torn"],
-)
-def test_after_a_signal_the_ranks_say_how_they_ended(tmp_path, capsys, recorded, told, code):
-    for rank, end in enumerate(recorded):
-        path = tmp_path / "run" / "attempt_0" / str(rank) / "error.json"
-        path.parent.mkdir(parents=True)
-        if end is None:
-            path.write_text('{"message": {"mess')
-        elif end == 2:
-            launch.record_mistake(CheckpointError("the disk\nis full"), str(path))
-        else:
-            launch.record_stop(end, str(path))
-    assert launch._report_signal(tmp_path, signal.SIGTERM) == code
-    assert capsys.readouterr().err == told
 
 
 def test_a_rank_that_was_asked_to_stop_leaves_word_for_its_launcher(tmp_path, monkeypatch):
@@ -205,18 +177,3 @@ def test_a_rank_that_was_asked_to_stop_leaves_word_for_its_launcher(tmp_path, mo
     assert main(["train", str(recipe.write(tmp_path)), TP2]) == 75
     known = ProcessFailure(local_rank=1, pid=1, exitcode=75, error_file=words)
     assert known.message["message"] == "Stopped: a signal asked the run to stop; it is saved"
-
-
-@pytest.mark.slow
-def test_a_mistake_that_only_ranks_can_see_is_one_line_and_exit_2(tmp_path):
-    recipe.write(tmp_path)
-    agent = start(
-        "megagrid.train.launch", "2", "600", "cpu", "train", "recipe.toml",
-        "parallel.pipeline_parallel_size=4", folder=tmp_path,
-    )  # fmt: skip
-    out, err = agent.communicate(timeout=240)
-    assert agent.returncode == 2
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("error: 2 ranks can't be divided by")
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megagrid.config.schema import Config
+from megagrid.errors import ConfigError, GridError
 from megagrid.grid.placement import Placement
 
 
@@ -23,4 +24,25 @@ def placement(config: Config, world_size: int | None = None) -> Placement:
     )
     if world_size is None:
         return Placement(tp=tp, pp=pp, cp=cp, dp=parallel.data_parallel_size or 1)
-    return Placement.for_world(world_size, tp=tp, pp=pp, cp=cp, dp=parallel.data_parallel_size)
+    fewest, stated = parallel.min_data_parallel_size, parallel.data_parallel_size
+    if fewest is None:
+        return Placement.for_world(world_size, tp=tp, pp=pp, cp=cp, dp=stated)
+    found = Placement.for_world(world_size, tp=tp, pp=pp, cp=cp, dp=None)
+    if not fewest <= found.dp <= (stated or found.dp):
+        most = f" and parallel.data_parallel_size={stated}" if stated else ""
+        raise GridError(
+            f"{world_size} ranks leave {found.dp} for the dp axis, which isn't within "
+            f"parallel.min_data_parallel_size={fewest}{most}; start another number of ranks, or "
+            "change the sizes"
+        )
+    return found
+
+
+def fewest_ranks_are_no_more_than_all(config: Config) -> None:
+    """A dp axis can't have more ranks at least than it has."""
+    fewest, dp = config.parallel.min_data_parallel_size, config.parallel.data_parallel_size
+    if fewest is not None and dp is not None and fewest > dp:
+        raise ConfigError(
+            f"parallel.min_data_parallel_size={fewest} is more than parallel.data_parallel_size="
+            f"{dp}; set it to {dp} or less"
+        )

@@ -1,0 +1,123 @@
+"""The options of `megagrid train` that say which nodes a job has, named as torchrun's are."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+from dataclasses import dataclass
+
+from megagrid.errors import GridError
+from megagrid.train.launch import THIS_MACHINE, Rendezvous
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, and how it starts its ranks.
+
+    Attributes:
+        fewest, most: nodes that it goes on with, and starts with.
+        node: the number of this one.
+        rendezvous: where node 0 listens.
+        ranks: of each node; None: as many as fill the grid.
+        max_restarts: after crashes.
+    """
+
+    fewest: int = 1
+    most: int = 1
+    node: int = 0
+    rendezvous: Rendezvous = THIS_MACHINE
+    ranks: int | None = None
+    max_restarts: int = 0
+
+    def ranks_here(self, least: int) -> int:
+        """Ranks to start on each node, for a grid of at least `least`.
+
+        Raises:
+            GridError: nodes can't have equally many of them.
+        """
+        if self.ranks is not None:
+            return self.ranks
+        if least % self.most:
+            raise GridError(
+                f"a grid of {least} ranks can't be spread evenly over --nnodes {self.most}; state "
+                "--nproc-per-node, or parallel.data_parallel_size"
+            )
+        return least // self.most
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says where ranks are started."""
+    add = parser.add_argument
+    add(
+        "--nproc-per-node",
+        "--nproc",
+        dest="nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start here; without it tp x pp x cp x dp by nodes, dp 1 unless stated",
+    )
+    add(
+        "--nnodes",
+        default="1",
+        metavar="N|MIN:MAX",
+        help="nodes of the job, on each of which the same is started; with MIN it goes on with so "
+        "few when others are lost",
+    )
+    add("--node-rank", type=int, metavar="I", help="number of this node, 0 to N-1")
+    add(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="address of node 0, and a port that is free there",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start all ranks again after a crash, up to K times, from the newest sound checkpoint",
+    )
+
+
+def from_arguments(arguments: argparse.Namespace) -> Nodes:
+    """
+    Raises:
+        GridError: naming the option that is missing or can't be.
+    """
+    fewest, most = _counts(arguments.nnodes)
+    if arguments.nproc is not None and arguments.nproc < 1:
+        raise GridError(f"--nproc-per-node {arguments.nproc} starts no ranks; choose at least 1")
+    if arguments.max_restarts < 0:
+        raise GridError(f"--max-restarts {arguments.max_restarts} must be 0 or more")
+    common = {"ranks": arguments.nproc, "max_restarts": arguments.max_restarts}
+    if most == 1:
+        return Nodes(**common)
+    node = arguments.node_rank
+    if node is None or not 0 <= node < most:
+        stated = "is missing" if node is None else f"{node} isn't there"
+        raise GridError(f"--node-rank {stated}; number the nodes from 0 to {most - 1}")
+    return Nodes(fewest, most, node, _rendezvous(arguments.rendezvous), **common)
+
+
+def _counts(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
+    fewest, most = (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
+    if not 1 <= fewest <= most:
+        raise GridError(f"--nnodes {text} must be a number of nodes, or MIN:MAX, from 1 on")
+    return fewest, most
+
+
+def _rendezvous(text: str | None) -> Rendezvous:
+    if text is None:
+        raise GridError("--rendezvous is missing; state HOST:PORT of node 0, alike on all nodes")
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdigit() and 0 < int(port) < 65536):
+        raise GridError(f"--rendezvous {text} must be HOST:PORT, such as node01:29500")
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        raise GridError(
+            f"--rendezvous {text}: {host} has no address here ({error.strerror}); name node 0 as "
+            "this machine knows it, or by its IP address"
+        ) from None
+    return Rendezvous(host, int(port))
