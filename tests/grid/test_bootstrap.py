@@ -74,3 +74,33 @@ def test_memory_of_this_machine_is_known():
 def test_a_job_and_its_restarts_are_the_schedulers_and_the_launchers(environ, job):
     found = bootstrap.read_job(environ)
     assert (found.id, found.restarts) == job
+
+
+KILLS = {
+    "version 1": (
+        {
+            "proc/self/cgroup": "5:memory:/a\n",
+            "sys/fs/cgroup/memory/a/memory.oom_control": "oom_kill_disable 0\noom_kill 3\n",
+        },
+        3,
+    ),
+    "version 2": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "sys/fs/cgroup/job/memory.events": "oom 2\noom_kill 1\n",
+            "proc/vmstat": "oom_kill 7\n",
+        },
+        1,
+    ),
+    "of the machine": ({"proc/vmstat": "pgfault 5\noom_kill 7\n"}, 7),
+    "not told": ({}, None),
+}
+
+
+@pytest.mark.parametrize(("files", "kills"), KILLS.values(), ids=KILLS)
+def test_the_system_counts_what_it_kills_for_memory(tmp_path, files, kills):
+    for name, text in files.items():
+        path = Path(tmp_path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert bootstrap.out_of_memory_kills(tmp_path) == kills

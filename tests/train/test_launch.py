@@ -34,7 +34,7 @@ def launched(monkeypatch) -> list[Launch]:
     """Collects what would have been started."""
     calls: list[Launch] = []
     monkeypatch.setattr(command, "start_ranks", calls.append)
-    monkeypatch.setattr(command, "_train", lambda config, stop: 0)
+    monkeypatch.setattr(command, "_train", lambda config, stop, environment: 0)
     return calls
 
 
@@ -126,7 +126,7 @@ def test_a_mistake_of_all_ranks_is_told_once(tmp_path, capsys, monkeypatch, rank
 
 
 def test_a_rank_that_is_left_alone_says_so_in_a_line(tmp_path, capsys, monkeypatch):
-    def fail(config, stop):
+    def fail(config, stop, environment):
         raise PeerError("rank 1 lost a peer")
 
     monkeypatch.setattr(bootstrap, "is_rank", lambda: True)
@@ -165,7 +165,7 @@ def test_a_device_that_is_not_here_is_refused_before_ranks_start(tmp_path, monke
 
 
 def test_a_rank_that_was_asked_to_stop_leaves_word_for_its_launcher(tmp_path, monkeypatch):
-    def work(config, stop):
+    def work(config, stop, environment):
         stop.make()
         return 75
 
