@@ -30,8 +30,9 @@ cores=$("$bin/python" -c 'from megagrid.grid.bootstrap import cores; print(cores
 set_default OMP_NUM_THREADS $((cores > ranks ? cores / ranks : 1))
 
 # All ranks are here, so their sockets use the loopback device. gloo would otherwise ask the name
-# of the host for an address, and NCCL take the first network card: containers often have neither a
-# name that resolves nor a card. NCCL only meets through it; data goes by NVLink, PCIe or memory.
+# of the host for an address (megagrid tells it better by itself), and NCCL take the first network
+# card: containers often have neither a name that resolves nor a card. NCCL only meets through it;
+# data goes by NVLink, PCIe or memory.
 loopback=lo
 [[ $(uname) != Darwin ]] || loopback=lo0
 set_default GLOO_SOCKET_IFNAME $loopback

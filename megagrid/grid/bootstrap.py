@@ -44,6 +44,8 @@ VISIBLE_DEVICES = (
 )
 """What tells a process which devices of its node it may use, of several makers."""
 
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
 ROOT = Path("/")
 
 
@@ -215,6 +217,20 @@ def environment_for_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     if "TORCH_CPP_LOG_LEVEL" in environ:
         return dict(environ)
     return {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL", QUIET: "1"}
+
+
+def stated_interfaces(
+    *, talks_nccl: bool, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variables that name an interface to whichever library opens connections here."""
+    names = (GLOO_INTERFACE, *([NCCL_INTERFACE] if talks_nccl else []))
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def use_interface(name: str | None) -> None:
+    """Leave word for gloo, which reads it with every process group that it makes."""
+    if name is not None:
+        os.environ[GLOO_INTERFACE] = name
 
 
 def make_deterministic() -> None:

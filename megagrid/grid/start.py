@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,6 +19,7 @@ from megagrid.config.rules import placement as placement_of
 from megagrid.config.schema import Config
 from megagrid.config.sharding import Sharding
 from megagrid.errors import GridError
+from megagrid.grid import bootstrap, network
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement, check_tp_inside_nodes
@@ -69,16 +70,21 @@ def meeting(config: Config, environment: RankEnvironment) -> Iterator[Meeting]:
 
     Raises:
         GridError: not all came, they disagree on how many there are, one has no device of its own,
-            or the cluster's switches can't be read.
+            the cluster's switches can't be read, or hosts can't reach each other.
     """
     kind, patience = device_kind(config.train.device), _patience(config)
     folder = Path(config.logging.run_dir)
     word = _word(environment, kind)
-    with store_of(environment, folder, patience) as store:
+    with store_of(environment, folder, patience) as whole_store:
         try:
-            store, seen = meet(store, environment, word, partial(_conclude, config), patience)
+            store, seen = meet(whole_store, environment, word, partial(_conclude, config), patience)
         finally:
             forget(environment, folder)
+        if environment.world_size > 1:
+            talk = _Talk(dist.PrefixStore("network", store), environment, patience)
+            stated = bootstrap.stated_interfaces(talks_nccl=kind != "cpu")
+            place = environment.rank, environment.host, whole_store.host
+            bootstrap.use_interface(network.agree(talk, *place, stated))
         order = tuple(seen["order"])
         rank = order.index(environment.rank)
         nodes = tuple(Node(name, tuple(switches)) for name, switches in seen["nodes"])
@@ -91,6 +97,21 @@ def meeting(config: Config, environment: RankEnvironment) -> Iterator[Meeting]:
         )
         with told_by_one(store):
             yield met
+
+
+class _Talk:
+    """Says a word to all ranks, and hears what rank 0 concludes; see `megagrid.grid.network`."""
+
+    def __init__(self, store: dist.Store, environment: RankEnvironment, patience: Patience) -> None:
+        self._store = store
+        self._environment = environment
+        self._patience = patience
+
+    def __call__(self, word: Word, conclude: Callable[[list[Word]], Word]) -> Word:
+        who, patience = self._environment, self._patience
+        # What is said next has a place of its own in the store.
+        self._store, result = meet(self._store, who, word, conclude, patience)
+        return result
 
 
 def _word(environment: RankEnvironment, kind: str) -> Word:
