@@ -7,6 +7,7 @@ tolerance is where they part: what comes after it differs because of it. Imports
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,12 @@ fp32, whose relative size is 2^-24 = 6e-8; in bf16 (2^-9) and fp16 (2^-12) some 
 
 PLACES_NAMED = 4
 """Of those that aren't compared, in the line that counts them."""
+
+COMPILED = "train.compile"
+"""The key that says whether layers are."""
+
+INSIDE_LAYERS = re.compile(r"layers\.\d+\.(attention|mlp)")
+"""Places that a run with compiled layers doesn't have."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,13 @@ class Comparison:
         settings: keys that say what a run computes and differ, with both values.
         steps: those that were compared, each with its passes, up to the one where the runs part.
         only: places that one of the runs lacks.
+        from_outside: layers of one run are compiled, and what is in them isn't compared.
     """
 
     settings: Mapping[str, tuple[Any, Any]]
     steps: Mapping[int, Sequence[PassReport]]
     only: Sequence[str]
+    from_outside: bool = False
 
     @property
     def parting(self) -> tuple[int, PassReport] | None:
@@ -89,14 +98,28 @@ def compare(a: Sequence[StepDigests], b: Sequence[StepDigests], tolerance: float
             "compare"
         )
     first_a, first_b = of_a[common[0]], of_b[common[0]]
+    settings = _settings(first_a.settings, first_b.settings)
+    compiled = [bool(first.settings.get(COMPILED)) for first in (first_a, first_b)]
+    from_outside = compiled[0] != compiled[1]
     steps: dict[int, list[PassReport]] = {}
     only: list[str] = []
     for step in common:
-        reports = _compare_step(of_a[step], of_b[step], tolerance, only)
+        both = of_a[step], of_b[step]
+        if from_outside:
+            both = map(_without_insides, both)
+        reports = _compare_step(*both, tolerance, only)
         steps[step] = reports
         if any(report.first is not None for report in reports):
             break
-    return Comparison(_settings(first_a.settings, first_b.settings), steps, only)
+    return Comparison(settings, steps, only, from_outside)
+
+
+def _without_insides(step: StepDigests) -> StepDigests:
+    passes = {
+        name: {place: values[place] for place in values if not INSIDE_LAYERS.fullmatch(place)}
+        for name, values in step.passes.items()
+    }
+    return replace(step, passes=passes)
 
 
 def _compare_step(
@@ -176,6 +199,8 @@ def report(found: Comparison, tolerance: float) -> Iterator[str]:
         width = max(map(len, found.settings))
         for key, values in found.settings.items():
             yield f"  {key:<{width}}  {'  '.join(toml_value(value) for value in values)}"
+    if found.from_outside:
+        yield "layers are compared by what goes in and out: those of one run are compiled"
     for where in found.only:
         yield f"only one of them has {where}"
     for step, passes in found.steps.items():

@@ -179,7 +179,7 @@ class StepDigest:
         """Digest what modules put out in the block, and the gradients of it."""
         with ExitStack() as stack:
             for stage in self._engine.executor.stages.values():
-                for place, module in _places(stage.module):
+                for place, module in _places(stage.module, self._engine.config.train.compile):
                     handle = module.register_forward_hook(self._hook(place))
                     stack.callback(handle.remove)
             yield
@@ -221,6 +221,7 @@ class StepDigest:
                     self._add("data", name, torch.from_numpy(values), index)
 
     def _hook(self, place: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        @torch.compiler.disable  # it is called by a layer, and layers are compiled
         def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if self._action is None or self._action.kind is not Kind.F:
                 return  # recomputed in a backward: it was seen before
@@ -295,13 +296,15 @@ class StepDigest:
             sums += _sums(x, numbers).cpu()
 
 
-def _places(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a stage that put out hidden states, by what they are called in digests."""
+def _places(stage: nn.Module, compiled: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a stage that put out hidden states, by what they are called in digests. What
+    is inside a compiled layer is nowhere to be seen."""
     if stage.share.is_first:
         yield "embedding", stage.embedding
     for number, layer in stage.layers.items():
-        yield f"layers.{number}.attention", layer.attention
-        yield f"layers.{number}.mlp", layer.mlp
+        if not compiled:
+            yield f"layers.{number}.attention", layer.attention
+            yield f"layers.{number}.mlp", layer.mlp
         yield f"layers.{number}.output", layer
     if stage.share.is_last:
         yield "norm", stage.norm

@@ -544,11 +544,6 @@ MISTAKES = {
         "train.device=mps",
         told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
     ),
-    "digests of compiled blocks": override(
-        "train.compile=true",
-        "logging.digest_interval=1",
-        told=("logging.digest_interval=1", "train.compile=true", "set it to 0, or"),
-    ),
     "compiled blocks whose weight gradients are put off": override(
         "train.compile=true",
         "parallel.pipeline_schedule=ZB1P",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,16 @@ def test_places_that_one_run_lacks_are_told():
     found = compare([step(1, weights={"v": None})], [step(1, forward={"norm": [1.0]})], 1e-4)
     assert found.only == ["weights: v", "forward: norm"]
     assert found.parting is None
+
+
+def test_what_is_in_layers_is_left_out_where_one_run_has_compiled_them():
+    inside, outside = "layers.0.attention", "layers.0.output"
+    a = step(1, forward={inside: tensor(1.0), outside: tensor(2.0)}, settings={})
+    b = step(1, forward={outside: tensor(2.0)}, settings={"train.compile": True})
+    found = compare([a], [b], 1e-4)
+    assert not found.only and found.parting is None
+    assert any("compiled" in line for line in report(found, 1e-4))
+    assert compare([a], [replace(b, settings={})], 1e-4).only == [f"forward: {inside}"]
 
 
 def test_parameters_whose_gradients_are_rounding_are_left_out_and_said_to_be():

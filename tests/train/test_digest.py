@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megagrid.grid.placement import Placement
 from megagrid.train.build import Engine
@@ -16,7 +17,7 @@ from megagrid.train.compare import compare
 from megagrid.train.digest import StepDigest, _sums
 from megagrid.train.digest_records import StepDigests, distance
 from megagrid.train.metrics import Stopwatch
-from megagrid.train.step import apply_gradients, compute_gradients
+from megagrid.train.step import apply_gradients, compute_gradients, drop_gradients
 from tests.equivalence.case import GPT, LLAMA, SP, TIED, Case, schedule, strategy
 from tests.equivalence.test_planted import (
     gradients_a_thousandth_off,
@@ -91,6 +92,40 @@ def test_digests_are_those_of_one_process(ranks, case, precision):
     layers = case.config.model.num_layers
     assert passes[2].places == 3 * layers + 3  # embedding, norm and loss
     assert passes[3].places == 3 * layers + 2
+
+
+@contextmanager
+def as_one_graph(engine: Engine) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@contextmanager
+def in_the_midst_of_a_run(engine: Engine) -> Iterator[None]:
+    with as_one_graph(engine):
+        compute_gradients(engine, batches_of(engine, 9), 9, Stopwatch())
+        drop_gradients(engine)
+        yield
+
+
+@pytest.mark.parametrize("since", [as_one_graph, in_the_midst_of_a_run])
+def test_compiled_layers_are_digested_from_outside(ranks, since):
+    """Whether they are compiled while they are watched, or before: what watches isn't."""
+    alone = digests(ranks, Case(LLAMA, micro_batch=8))
+    compiled = (("train.compile", True), ("train.compile_backend", "aot_eager"))
+    placements = [Placement(), Placement(tp=2), Placement(dp=2), Placement(pp=2)]
+    for placement in placements[:: 1 if since is as_one_graph else 2]:
+        case = Case(LLAMA, placement, 2, (*compiled, *((SP,) if placement.tp > 1 else ())))
+        found = compare(digests(ranks, case, since), alone, TOLERANCE)
+        assert found.parting is None
+        layers = range(case.config.model.num_layers)
+        inside = [f"layers.{n}.{place}" for n in layers for place in ("attention", "mlp")]
+        assert sorted(found.only) == sorted(
+            f"{name}: {place}" for name in ("forward", "backward") for place in inside
+        )
 
 
 def test_estimated_distance_is_about_that_of_the_tensors():
