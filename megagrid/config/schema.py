@@ -167,6 +167,9 @@ class ParallelConfig(Section):
     """How ranks are numbered: those of a node one after the other, and nodes of a switch
     ("topology"), which leaves an order alone that is so already; or as the launcher does
     ("launcher")."""
+    topology_file: str | None = None
+    """Which switch each node hangs on, in the form of SLURM's topology.conf; None: what SLURM says
+    of it. See `megagrid.grid.topology.load_topology`."""
 
     @property
     def num_stages(self) -> int:

@@ -10,11 +10,13 @@ from rich import box
 from rich.table import Table
 
 from megagrid.config.arguments import add_recipe_arguments, load_recipe
+from megagrid.config.dump import toml_value
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import GridError
+from megagrid.grid.nodelist import node_names, tasks_per_node
 from megagrid.grid.placement import AXES, Placement, check_tp_inside_nodes
-from megagrid.grid.topology import Cluster
+from megagrid.grid.topology import Cluster, Node, load_topology, numbered, switches_of
 from megagrid.terminal import Console
 
 INNERMOST_FIRST = tuple(reversed(AXES))
@@ -27,20 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid grid` takes."""
     add_recipe_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="G", help="ranks on each machine")
     parser.add_argument(
-        "--gpus-per-node", type=int, required=True, metavar="G", help="ranks on each machine"
+        "--hosts", metavar="LIST", help="the machines by name, as node[01-03,07],gpu1"
+    )
+    parser.add_argument(
+        "--tasks-per-node", metavar="COUNTS", help="ranks on each of them, as 2(x3),1"
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="parallel.topology_file=FILE: the switches that they hang on",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rank map; refuse a grid whose tp groups cross nodes, or warn if that is allowed."""
-    if arguments.nodes * arguments.gpus_per_node > MOST_RANKS:
-        raise GridError(
-            f"--nodes {arguments.nodes} x --gpus-per-node {arguments.gpus_per_node} is more than "
-            f"{MOST_RANKS} ranks; state a smaller cluster"
-        )
-    cluster = Cluster.uniform(arguments.nodes, arguments.gpus_per_node)
+    if arguments.topology is not None:
+        topology_file = f"parallel.topology_file={toml_value(arguments.topology)}"
+        arguments.overrides = [*arguments.overrides, topology_file]
     config = load_recipe(arguments)
+    nodes = _nodes(arguments, config.parallel.topology_file)
+    order, cluster = numbered(nodes, config.parallel.rank_order)
     grid = placement(config, cluster.world_size)
     if not config.parallel.allow_tp_across_nodes:
         check_tp_inside_nodes(grid, cluster)
@@ -52,14 +62,56 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check(config, cluster.world_size)
     sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in INNERMOST_FIRST)
+    each = arguments.tasks_per_node or arguments.gpus_per_node
     print(
-        f"{grid.world_size} ranks = {sizes} (innermost first) on {cluster.num_nodes} nodes x "
-        f"{arguments.gpus_per_node}\n"
+        f"{grid.world_size} ranks = {sizes} (innermost first) on {cluster.num_nodes} nodes x {each}"
     )
+    if order != sorted(order):
+        print("ranks are numbered so that nodes of a switch are neighbours")
+    print()
     console = Console(highlight=False)
     console.print(axis_table(grid, cluster, shard_size(config, grid, cluster)))
     console.print(rank_table(grid, cluster))
     return 0
+
+
+def _nodes(arguments: argparse.Namespace, topology_file: str | None) -> list[Node]:
+    """The node of each rank, as a launcher numbers ranks: node by node.
+
+    Raises:
+        GridError: the options tell of no cluster, or of one that is too large to show.
+    """
+    if arguments.hosts is None:
+        if arguments.gpus_per_node is None or arguments.tasks_per_node is not None:
+            raise GridError("state --gpus-per-node G, or --hosts LIST with --tasks-per-node COUNTS")
+        if topology_file is not None:
+            raise GridError(f"topology file {topology_file} tells of nodes by name; state --hosts")
+        _check_size(arguments.nodes * arguments.gpus_per_node)
+        cluster = Cluster.uniform(arguments.nodes, arguments.gpus_per_node)
+        return [cluster.node(rank) for rank in range(cluster.world_size)]
+    if (arguments.gpus_per_node is None) == (arguments.tasks_per_node is None):
+        raise GridError("--hosts needs --tasks-per-node COUNTS, or --gpus-per-node G")
+    hosts = node_names(arguments.hosts)
+    counts = tasks_per_node(arguments.tasks_per_node or str(arguments.gpus_per_node))
+    if len(counts) == 1:
+        counts *= len(hosts)
+    if len(counts) != len(hosts):
+        raise GridError(
+            f"--hosts {arguments.hosts} are {len(hosts)} nodes, but --tasks-per-node "
+            f"{arguments.tasks_per_node} of {len(counts)}"
+        )
+    _check_size(sum(counts))
+    topology = load_topology(topology_file) if topology_file is not None else None
+    nodes = [
+        Node(host, () if topology is None else switches_of(host, topology, topology_file or ""))
+        for host in hosts
+    ]
+    return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+
+
+def _check_size(ranks: int) -> None:
+    if ranks > MOST_RANKS:
+        raise GridError(f"{ranks} ranks are more than {MOST_RANKS}; state a smaller cluster")
 
 
 def shard_size(config: Config, grid: Placement, cluster: Cluster) -> int | None:
@@ -77,21 +129,34 @@ def axis_table(grid: Placement, cluster: Cluster, shard_size: int | None = None)
     if shard_size is not None:
         rows["dp_shard"], rows["dp_replicate"] = grid.shard_groups(shard_size)
     for axis, groups in rows.items():
-        nodes = max(len({cluster.node_of_rank[rank] for rank in group}) for group in groups)
-        reach = "inside a node" if nodes == 1 else f"over {nodes} nodes"
+        reach = _reach(groups, cluster)
         table.add_row(axis, str(len(groups)), str(len(groups[0])), span(groups[0]), reach)
     return table
+
+
+def _reach(groups: Sequence[Sequence[int]], cluster: Cluster) -> str:
+    """How far the groups of an axis go that go farthest."""
+    nodes = max(len({cluster.node_of_rank[rank] for rank in group}) for group in groups)
+    if nodes == 1:
+        return "inside a node"
+    switches = max(cluster.switches(group) for group in groups)
+    below = {0: "", 1: " of one switch"}.get(switches, f" of {switches} switches")
+    return f"over {nodes} nodes{below}"
 
 
 def rank_table(grid: Placement, cluster: Cluster) -> Table:
     """One row per rank: its node, its coordinate, and its group along each axis that has one."""
     axes = [axis for axis in INNERMOST_FIRST if grid.size(axis) > 1]
     groups = {axis: _group_of_rank(grid, axis) for axis in axes}
-    table = Table("node", "rank", "coordinate", *(f"{axis} group" for axis in axes), box=box.SIMPLE)
-    for rank, node in enumerate(cluster.node_of_rank):
-        last_of_node = cluster.node_of_rank[rank + 1 : rank + 2] != (node,)
+    heads = ["rank", "coordinate", *(f"{axis} group" for axis in axes)]
+    has_switches = any(node.switches for node in cluster.nodes)
+    table = Table(*(["switch"] if has_switches else []), "node", *heads, box=box.SIMPLE)
+    for rank, number in enumerate(cluster.node_of_rank):
+        last_of_node = cluster.node_of_rank[rank + 1 : rank + 2] != (number,)
+        node = cluster.nodes[number]
         table.add_row(
-            str(node),
+            *(["/".join(node.switches)] if has_switches else []),
+            node.name,
             str(rank),
             str(grid.coordinate(rank)),
             *(span(groups[axis][rank]) for axis in axes),

@@ -24,7 +24,7 @@ from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement, check_tp_inside_nodes
 from megagrid.grid.rendezvous import Patience, Word, forget, meet, store_of, told_by_one
-from megagrid.grid.topology import Cluster, Node, keep_together
+from megagrid.grid.topology import Cluster, Node, load_topology, numbered, switches_of
 from megagrid.pipeline.program import training_schedule
 
 SECONDS_BEHIND = 30.0
@@ -87,11 +87,11 @@ def meeting(config: Config, environment: RankEnvironment) -> Iterator[Meeting]:
             bootstrap.use_interface(network.agree(talk, *place, stated))
         order = tuple(seen["order"])
         rank = order.index(environment.rank)
-        nodes = tuple(Node(name, tuple(switches)) for name, switches in seen["nodes"])
+        nodes = (Node(name, tuple(switches), number) for name, switches, number in seen["nodes"])
         met = Meeting(
             environment=replace(environment, rank=rank),
             store=store,
-            cluster=Cluster(tuple(seen["node_of_rank"]), nodes),
+            cluster=Cluster(tuple(seen["node_of_rank"]), tuple(nodes)),
             device=take_device(kind, seen["device_of_rank"][rank]),
             launcher_ranks=order,
         )
@@ -136,18 +136,26 @@ def _conclude(config: Config, words: Sequence[Word]) -> Word:
     sizes = sorted({word["world_size"] for word in words})
     if len(sizes) > 1:
         raise GridError(f"ranks disagree on how many they are: {sizes}; start them by one launcher")
-    places = [(word["host"], word["node"]) for word in words]
-    paths = [(*word["switches"], place) for word, place in zip(words, places, strict=True)]
-    order = keep_together(paths) if config.parallel.rank_order == "topology" else range(len(words))
-    nodes = {places[rank]: words[rank]["switches"] for rank in order}
-    index = {place: number for number, place in enumerate(nodes)}
+    switches = _switches(config.parallel.topology_file, words)
+    nodes = [
+        Node(word["host"], way, word["node"]) for word, way in zip(words, switches, strict=True)
+    ]
+    order, cluster = numbered(nodes, config.parallel.rank_order)
     devices = device_of_rank(words)
     return {
-        "order": list(order),
-        "nodes": [(host, switches) for (host, _), switches in nodes.items()],
-        "node_of_rank": [index[places[rank]] for rank in order],
+        "order": order,
+        "nodes": [(node.name, node.switches, node.number) for node in cluster.nodes],
+        "node_of_rank": cluster.node_of_rank,
         "device_of_rank": [devices[rank] for rank in order],
     }
+
+
+def _switches(topology_file: str | None, words: Sequence[Word]) -> list[tuple[str, ...]]:
+    """Those of each rank's node, outermost first."""
+    if topology_file is None:
+        return [tuple(word["switches"]) for word in words]
+    topology = load_topology(topology_file)
+    return [switches_of(word["host"], topology, topology_file) for word in words]
 
 
 def device_of_rank(words: Sequence[Word]) -> list[int]:

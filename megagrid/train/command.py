@@ -30,6 +30,7 @@ from megagrid.errors import CheckpointError, DataError, GridError, MegagridError
 from megagrid.exit_codes import INTERRUPTED, PEER_LOST, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import RankEnvironment
+from megagrid.grid.topology import load_topology
 from megagrid.hf.checks import check_folders
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
@@ -217,8 +218,9 @@ def _check_grid(config: Config, world_size: int) -> None:
         if not bootstrap.is_one_per_node():
             raise
         raise GridError(
-            f"{error}. This step of SLURM has one task on each of {world_size} nodes, and a task "
-            "is a rank: srun --ntasks-per-node=N starts N on each, as does one torchrun per node"
+            f"{error}. This step of SLURM has one task on each of {world_size} nodes, which is a "
+            "rank: srun --ntasks-per-node=N has N on each, or let it start them by --nnodes "
+            f"{world_size} --node-rank $SLURM_NODEID --rendezvous HOST:PORT"
         ) from None
     check(config, world_size)
 
@@ -281,7 +283,7 @@ def check_inputs(config: Config) -> None:
     """Whether the files that the run starts from are there, before ranks wait for each other.
 
     Raises:
-        DataError, CheckpointError: naming the key and the path.
+        DataError, CheckpointError, GridError: naming the key and the path.
     """
     from megagrid.data.indexed import IndexedTokens  # numpy, which --show-config doesn't need
 
@@ -296,4 +298,6 @@ def check_inputs(config: Config) -> None:
             f"checkpoint.resume={toml_value(resume)} isn't a folder; name a checkpoint's, "
             'a run\'s, or "latest"'
         )
+    if config.parallel.topology_file is not None:
+        load_topology(config.parallel.topology_file)
     check_folders(config)

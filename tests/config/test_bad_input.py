@@ -398,6 +398,11 @@ MISTAKES = {
         told=("min_data_parallel_size=4", "data_parallel_size=2", "set it to 2 or less"),
     ),
     # --- Sharding
+    "switches that no order heeds": override(
+        "parallel.topology_file=topology.conf",
+        "parallel.rank_order=launcher",
+        told=('parallel.topology_file="topology.conf"', '"launcher"', "none", '"topology"'),
+    ),
     "shards of a size that nothing reads": override(
         "parallel.shard_size=2",
         told=("parallel.shard_size=2", '"FULL_SHARD"', "none", '"HYBRID_SHARD"'),
@@ -711,6 +716,18 @@ NODE_0_OF_2 = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
         (["train", "recipe.toml", "--optimizer.lr=1"], "section.key=value"),
         (["trian", "recipe.toml"], "did you mean train?"),
         (["grid", "recipe.toml", "--nodes", "2", "--gpus-per-node", "3", f"{TP}=2"], "tp group"),
+        (["grid", "recipe.toml"], "state --gpus-per-node G, or --hosts LIST"),
+        (["grid", "recipe.toml", "--hosts", "a,b"], "--hosts needs --tasks-per-node"),
+        (["grid", "recipe.toml", "--hosts", "n[1-2", "--gpus-per-node", "1"], "node list 'n[1-2'"),
+        (
+            ["grid", "recipe.toml", "--hosts", "a,b", "--tasks-per-node", "1,2,1"],
+            "are 2 nodes, but",
+        ),
+        (
+            ["grid", "recipe.toml", "--nodes", "2", "--gpus-per-node", "2", "--topology", "t"],
+            "--hosts",
+        ),
+        (["train", "recipe.toml", "parallel.topology_file=nowhere"], "file nowhere can't be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -192,6 +192,41 @@ def test_shards_are_drawn_inside_nodes_and_their_replicas_across(tmp_path, capsy
     assert re.search(r"dp_replicate +4 +2 +0,4 +over 2 nodes", out)
 
 
+TREE = "SwitchName=l1 Nodes=n1,n3\nSwitchName=l2 Nodes=n2,n4\nSwitchName=top Switches=l[1-2]\n"
+
+
+def test_nodes_are_named_and_those_of_a_switch_are_neighbours(tmp_path, capsys):
+    (tmp_path / "tree").write_text(TREE)
+    command = ["grid", str(recipe.write(tmp_path)), "parallel.tensor_parallel_size=2"]
+    command += ["parallel.pipeline_parallel_size=2", "--hosts", "n[1-4]", "--tasks-per-node", "2"]
+    assert main([*command, "--topology", str(tmp_path / "tree")]) == 0
+    out = capsys.readouterr().out
+    assert "ranks are numbered so that nodes of a switch are neighbours" in out
+    rows = [re.split(" +", line.strip())[:3] for line in out.splitlines() if "top/" in line]
+    assert rows == [
+        [f"top/l{switch}", node, str(rank)]
+        for rank, (switch, node) in enumerate(
+            (switch, node)
+            for switch, nodes in (("1", ("n1", "n3")), ("2", ("n2", "n4")))
+            for node in nodes
+            for _ in range(2)
+        )
+    ]
+    assert re.search(r"tp +4 +2 +0,1 +inside a node", out)
+    assert re.search(r"dp +4 +2 +0,2 +over 2 nodes of one switch", out)
+    assert re.search(r"pp +4 +2 +0,4 +over 2 nodes of 2 switches", out)
+
+
+def test_a_tp_group_across_unequal_nodes_is_refused_with_their_names(tmp_path, capsys):
+    command = ["grid", str(recipe.write(tmp_path)), "parallel.tensor_parallel_size=2"]
+    command += ["train.global_batch_size=6", "--hosts", "gpu-a,gpu-b"]
+    assert main([*command, "--tasks-per-node", "3(x2)"]) == 2
+    assert "tp group {2,3} on nodes gpu-a and gpu-b; with 3 ranks" in capsys.readouterr().err
+    assert main([*command, "--tasks-per-node", "4,2"]) == 0
+    out = capsys.readouterr().out
+    assert "6 ranks = tp 2 x cp 1 x dp 3 x pp 1 (innermost first) on 2 nodes x 4,2" in out
+
+
 def test_a_map_that_no_screen_holds_is_refused(tmp_path, capsys):
     command = ["grid", str(recipe.write(tmp_path)), "--nodes", "9999999999"]
     assert main([*command, "--gpus-per-node", "8"]) == 2

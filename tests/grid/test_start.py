@@ -121,7 +121,9 @@ def test_ranks_are_renumbered_so_that_those_of_a_node_are_neighbours(tmp_path):
     assert [met.environment.local_rank for met in found] == [0, 0, 1, 1]
     for met in found:
         assert met.launcher_ranks == (0, 2, 1, 3)
-        assert met.cluster == Cluster((0, 0, 1, 1), (Node("a", ("left",)), Node("b", ("right",))))
+        assert met.cluster == Cluster(
+            (0, 0, 1, 1), (Node("a", ("left",)), Node("b", ("right",), 1))
+        )
     assert renumbering(found[0]).endswith("0 to 3 are the launcher's 0 2 1 3")
 
 
@@ -183,3 +185,22 @@ def test_ranks_share_the_devices_that_they_see_together(seen, devices):
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(GridError, match="2 ranks on a see the same 1 devices, so that rank 2 has"):
         device_of_rank(device_words(("a", "0", 1), ("a", "1", 1), ("a", "0", 1)))
+
+
+def test_switches_of_a_file_count_in_place_of_what_slurm_says(tmp_path):
+    path = tmp_path / "topology.conf"
+    path.write_text("SwitchName=one Nodes=a,c\nSwitchName=two Nodes=b\n")
+    places = [("a", 0, ()), ("b", 1, ()), ("c", 2, ()), ("b", 1, ())]
+    found = met_by_all(tmp_path, places, {"parallel": {"topology_file": str(path)}})
+    assert found[0].launcher_ranks == (0, 2, 1, 3)
+    assert found[2].cluster.node(1) == Node("c", ("one",), 2)
+
+
+def test_a_node_that_the_file_doesnt_know_is_told_to_all(tmp_path):
+    path = tmp_path / "topology.conf"
+    path.write_text("SwitchName=one Nodes=a\n")
+    keys = {"parallel": {"topology_file": str(path)}}
+    found = met_by_all(tmp_path, [("a", 0, ()), ("b", 1, ())], keys)
+    for error in found:
+        assert isinstance(error, GridError)
+        assert "doesn't tell of node b" in str(error)

@@ -19,7 +19,11 @@ from megagrid.config.rules.files import (
     synthetic_stands_alone,
     weights_blend_the_paths,
 )
-from megagrid.config.rules.grid import fewest_ranks_are_no_more_than_all, placement
+from megagrid.config.rules.grid import (
+    fewest_ranks_are_no_more_than_all,
+    placement,
+    topology_file_orders_ranks,
+)
 from megagrid.config.rules.model import (
     dropout_is_for_gpt,
     gpt_has_no_keys_of_llama,
@@ -112,6 +116,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     every_stage_has_layers,
     layers_per_stage_adds_up,
     fewest_ranks_are_no_more_than_all,
+    topology_file_orders_ranks,
     shard_size_is_of_hybrid_shard,
     shard_size_divides_the_ranks,
     gathered_weights_are_kept_or_dropped,

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from megagrid.config.dump import toml_value
 from megagrid.config.schema import Config
 from megagrid.errors import ConfigError, GridError
 from megagrid.grid.placement import Placement
+
+
+def topology_file_orders_ranks(config: Config) -> None:
+    """Nothing else reads it."""
+    parallel = config.parallel
+    if parallel.topology_file is not None and parallel.rank_order == "launcher":
+        raise ConfigError(
+            f"parallel.topology_file={toml_value(parallel.topology_file)} isn't read under "
+            'parallel.rank_order="launcher"; clear it with none, or choose "topology"'
+        )
 
 
 def placement(config: Config, world_size: int | None = None) -> Placement:
