@@ -30,7 +30,8 @@ from megagrid.grid.grid import Axis
 from megagrid.health.beat import COMPUTING, DEVICE, WAITING, Doing
 
 C10D = "torch.distributed.distributed_c10d"
-C10D_WRAPPERS = (C10D, "torch.distributed.c10d_logger")
+JOINS = "torch.distributed.rendezvous"
+C10D_CALLS = (C10D, JOINS, "torch.distributed.c10d_logger")
 COMMUNICATE = ("megagrid.", "torch.distributed.")
 """Modules in which `.wait()` is that of a message."""
 
@@ -56,13 +57,15 @@ class StackSampler:
 
     Args:
         rank: of this process.
-        device: type of the one that it computes on.
+        has_device: whether it computes on one that does so by itself, after it has been told to.
         clock: seconds since the epoch.
     """
 
-    def __init__(self, rank: int, device: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, rank: int, *, has_device: bool, clock: Callable[[], float] = time.time
+    ) -> None:
         self._rank = rank
-        self._has_device = device != "cpu"
+        self._has_device = has_device
         self._clock = clock
         self._trainer = threading.get_ident()
         self._chain: list[int] = []
@@ -161,7 +164,7 @@ class StackSampler:
     def _kind(self, frame: FrameType) -> str:
         """What it is to be in `frame` innermost."""
         module = _module(frame)
-        if module == C10D:
+        if module in (C10D, JOINS):
             return WAITING
         key = frame.f_code.co_filename, frame.f_lineno or 0
         if key not in self._kinds:
@@ -220,7 +223,7 @@ def _collective(frames: list[FrameType]) -> str | None:
     the innermost frame is in, but a wait for an earlier one."""
     name = None
     for frame in frames:
-        if _module(frame) not in C10D_WRAPPERS:
+        if _module(frame) not in C10D_CALLS:
             break
         if _module(frame) == C10D:
             name = frame.f_code.co_name

@@ -24,6 +24,7 @@ from megagrid.comm.collectives import all_reduce_coalesced
 from megagrid.comm.p2p import Message, Pending, post
 from megagrid.grid.grid import Grid
 from megagrid.nn.loss import LOSSES
+from megagrid.pipeline.clock import DeviceClock
 from megagrid.pipeline.schedules import Action, Kind, Program, Span
 from megagrid.pipeline.stage import Microbatch, Stage
 
@@ -42,6 +43,7 @@ class _Step:
         losses: summed over the tokens of this rank's microbatches, on the last stage.
         spans: when each compute action ran, if that is asked for.
         around: entered around each.
+        clock: takes their time on an accelerator.
     """
 
     program: Program
@@ -50,6 +52,7 @@ class _Step:
     losses: Tensor
     spans: list[Span] | None = None
     around: Callable[[Action], AbstractContextManager[None]] = nullcontext
+    clock: DeviceClock | None = None
     inputs: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     grads: dict[tuple[int, int], Pending | Tensor] = field(default_factory=dict)
     outputs: dict[Action, Tensor] = field(default_factory=dict)
@@ -59,7 +62,7 @@ class _Step:
     def timed(self, action: Action) -> Iterator[None]:
         """Note when the block, which is `action`'s own work and no waiting, begins and ends."""
         if self.spans is None:
-            with self.around(action):
+            with self.around(action), self.clock.span() if self.clock else nullcontext():
                 yield
             return
         start = self._now()
@@ -80,12 +83,16 @@ class Executor:
     Args:
         stages: this rank's, by number.
         dtype: of the hidden states between stages.
+
+    Attributes:
+        clock: of the device, if the actions of steps are to be timed there.
     """
 
     def __init__(self, stages: Mapping[int, Stage], grid: Grid, dtype: torch.dtype) -> None:
         self.stages = stages
         self._grid = grid
         self._dtype = dtype
+        self.clock: DeviceClock | None = None
         self._run_action = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -118,7 +125,8 @@ class Executor:
             away from the last stage.
         """
         zero = torch.zeros(LOSSES, dtype=torch.float64, device=self._grid.device)
-        step = _Step(program, microbatches, loss_scale, zero, spans, around or nullcontext)
+        clock = None if program.forward_only else self.clock
+        step = _Step(program, microbatches, loss_scale, zero, spans, around or nullcontext, clock)
         with torch.set_grad_enabled(not program.forward_only):
             for item in program.steps[self._grid.pp.rank]:
                 if item.is_batch:

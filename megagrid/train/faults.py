@@ -111,7 +111,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def _lost_peer(who: str, error: BaseException) -> str:
     *_, reason = re.split(r"^\[.*?:\d+\] ", str(error).splitlines()[0], maxsplit=1)
     reason, axis = reason.partition(". ")[0], _axis(error)  # what follows is guesses of gloo's
-    return f"{who} lost a peer{f' along {axis}' if axis else ''}: {reason}"
+    what = "waited too long" if "timed out" in reason.lower() else "lost a peer"
+    return f"{who} {what}{f' along {axis}' if axis else ''}: {reason}"
 
 
 def _axis(error: BaseException) -> str | None:

@@ -113,7 +113,9 @@ class _Claim:
     def _foreign_beat(self) -> Beat | None:
         """The last beat of a run that may still be there, on a node that our lock may not reach."""
         beat = read_beat(beat_file(self.folder, 0))
-        if beat is None or beat.end is not None or beat.host == platform.node():
+        if beat is None or beat.end is not None:
+            return None
+        if beat.host == platform.node() or beat.pid == os.getpid():
             return None
         if beat.is_silent(time.time()):
             return None

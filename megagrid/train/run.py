@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+import torch
+
 from megagrid import checkpoint
 from megagrid.config.dump import dump
 from megagrid.config.schema import Config
@@ -38,6 +40,7 @@ from megagrid.health.heart import Heart, Pulse
 from megagrid.health.stacks import StackSampler
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
+from megagrid.pipeline.clock import DeviceClock
 from megagrid.train.attempt import Attempt, StepMaker, find_nan_hint, remedies
 from megagrid.train.build import build_engine
 from megagrid.train.console import ConsoleTable, save_line
@@ -75,6 +78,8 @@ def train(config: Config, stop: StopRequest, heart: Heart) -> int:
     code."""
     pulse = heart.pulse
     pulse.enter(JOINING)
+    has_device = config.train.device != "cpu" and torch.accelerator.is_available()
+    heart.look_with(StackSampler(environment.rank, has_device=has_device))
     with (
         meeting(config, bootstrap.read()) as met,
         told_in_a_line(config, met.environment),
@@ -88,7 +93,6 @@ def train(config: Config, stop: StopRequest, heart: Heart) -> int:
                 print(renumbering(met), flush=True)
         pulse.device = str(grid.device)
         pulse.enter(LOADING)
-        heart.look_with(StackSampler(grid.rank, grid.device.type))
         config = with_shard_size(config, grid.dp_shard.size)
         check_memory(config, grid, met.cluster.neighbours(grid.rank))
         code = Run(config, grid, stop, pulse).run()
@@ -133,6 +137,8 @@ class Run:
         self._pulse.owns_folder = True
         self.data = _open_data(config)
         self.engine = build_engine(config, grid)
+        if grid.device.type != "cpu":
+            self.engine.executor.clock = DeviceClock()
         self.state = RunState(self.engine, self.data.fingerprint)
         launch = bootstrap.read().launch
         self.past = Past(config, grid, self.state, self.checkpoints, launch, self._say)
@@ -208,6 +214,8 @@ class Run:
         if not self._pulse.is_under_way:
             expect_steps(self.config, self.grid)
         self._pulse.made(self.progress.step)
+        if clock := self.engine.executor.clock:
+            self._pulse.compute_s = clock.read() or self._pulse.compute_s
 
     def _end(self) -> int:
         """Say so if the run has ended early; returns the exit code."""

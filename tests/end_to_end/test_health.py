@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megagrid.health.beat import DONE, LEFT_ALONE, Beat, read_beats
 from megagrid.train.metrics import read_records
@@ -102,6 +103,18 @@ def test_a_rank_that_hangs_is_named_with_the_place_and_ends_too(
     assert f"{who} is alive but is in {place} (tests/end_to_end/faulty.py:" in told(hung)
     assert {beat.end.how for beat in beats(hung).values()} == {LEFT_ALONE}
     assert verdict(hung)["blamed"] == [1]
+
+
+@pytest.mark.gpu
+def test_a_rank_that_hangs_on_an_accelerator_is_named_too(job):
+    """Its peers wait for their devices, which wait for messages."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators: NCCL gives each rank one of its own")
+    device = torch.accelerator.current_accelerator().type
+    hung = job(DP2, ENDLESS, starter=faulty(2))
+    ended = hung.start(f"train.device={device}", FAULT="hang in compute", FAULTY_RANK="1").end()
+    assert ended.code != 0
+    assert f"{beats(hung)[1].who} is alive but is in spin (" in told(hung)
 
 
 def test_ranks_wait_for_an_index_that_the_first_one_builds(job):

@@ -16,7 +16,7 @@ from megagrid.comm.p2p import Message, post
 from megagrid.data.batches import _read_ahead
 from megagrid.grid.grid import Grid, build_grid
 from megagrid.grid.placement import Placement
-from megagrid.health.beat import COMPUTING, WAITING, Doing
+from megagrid.health.beat import COMPUTING, DEVICE, WAITING, Doing
 from megagrid.health.stacks import StackSampler
 from tests.end_to_end.t0 import DP2, PP2, TP2
 
@@ -26,10 +26,10 @@ LATE_S = 1.2
 class Looker:
     """Looks at the thread that makes it, every few milliseconds; the last time in `after_s`."""
 
-    def __init__(self, after_s: float, device: str = "cpu") -> None:
+    def __init__(self, after_s: float, *, has_device: bool = False) -> None:
         self.seen: list[Doing] = []
         self.busy: float | None = None
-        self._sampler = StackSampler(0, device)
+        self._sampler = StackSampler(0, has_device=has_device)
         self._after_s = after_s
         self._thread = threading.Thread(target=self._look)
 
@@ -83,6 +83,17 @@ def test_a_wait_for_data_is_put_down_to_the_thread_that_reads():
 
 def slow_read() -> None:
     time.sleep(1.2)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_waits_for_its_device_is_not_at_work():
+    device = torch.accelerator.current_accelerator()
+    busy = torch.ones(8192, 8192, device=device)
+    with Looker(0.5, has_device=True) as looker:
+        for _ in range(400):
+            busy = busy @ busy
+        busy.sum().item()
+    assert [doing.kind for doing in looker.seen] == [DEVICE]
 
 
 def reduce_along_tp(grid: Grid) -> None:
