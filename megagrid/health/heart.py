@@ -173,7 +173,10 @@ class Heart:
         phase, since = self.pulse.phase
         doing = Doing(COMPUTING, phase, since=since)
         if self._looks is not None and self._end is None:
-            doing = self._looks.doing(self._interval_s)
+            # Stacks change while they are looked at, and hold what isn't megagrid's to know. What
+            # can't be told of them must not cost the beats.
+            with contextlib.suppress(Exception):
+                doing = self._looks.doing(self._interval_s)
         one = self._identity
         return Beat(
             rank=one.rank,
@@ -218,7 +221,8 @@ class Heart:
         due = time.monotonic()
         while not self._stop.is_set():
             if self._looks is not None:
-                self._looks.sample()
+                with contextlib.suppress(Exception):
+                    self._looks.sample()
             if time.monotonic() >= due:
                 due = time.monotonic() + self._interval_s
                 self._work.note(self.pulse, self._looks)

@@ -132,10 +132,8 @@ class StackSampler:
             if isinstance(axis, Axis):
                 return self._along(doing, axis.name, axis.ranks)
             for name in GROUPS:
-                if isinstance(group := names.get(name), dist.ProcessGroup):
-                    is_default = group.group_desc == "default_pg"
-                    ranks = tuple(dist.get_process_group_ranks(group))
-                    return self._along(doing, "world" if is_default else group.group_desc, ranks)
+                if (known := _described(names.get(name))) is not None:
+                    return self._along(doing, *known)
         return doing
 
     def _along(self, doing: Doing, axis: str, ranks: tuple[int, ...]) -> Doing:
@@ -177,6 +175,17 @@ class StackSampler:
         if self._has_device and WAITS_FOR_DEVICE.search(line) and module not in THREADS_WAIT_IN:
             return DEVICE
         return COMPUTING
+
+
+def _described(group: object) -> tuple[str, tuple[int, ...]] | None:
+    """Name and ranks of a group; None of what is none, or is still being made."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, RuntimeError, ValueError):
+        return None
+    return "world" if group.group_desc == "default_pg" else group.group_desc, ranks
 
 
 def _is_foreign(thread: threading.Thread | None) -> bool:

@@ -84,6 +84,22 @@ def test_phases_and_steps_are_told_as_the_run_goes_on(tmp_path):
     assert later.compute_s == pytest.approx(0.75 * later.step_s)
 
 
+class BadLooks(Looks):
+    """Meets something in a stack that it can't make anything of."""
+
+    def doing(self, settled_s: float) -> Doing:
+        raise KeyError("group")
+
+
+def test_a_stack_that_cannot_be_read_costs_no_beats(tmp_path):
+    beats = heart(tmp_path)
+    with beats.beating():
+        beats.look_with(BadLooks())
+        beats.pulse.enter(TRAINING)
+        found = next_beat(tmp_path, next_beat(tmp_path, time.time()).time)
+    assert found.doing.what == TRAINING
+
+
 @pytest.mark.parametrize("how", [0, DataError("data.paths is wrong")])
 def test_the_last_beat_says_how_the_rank_ended(tmp_path, how):
     beats = heart(tmp_path)
