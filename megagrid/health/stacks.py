@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import PurePath
 from types import FrameType
 
@@ -30,6 +32,7 @@ from megagrid.grid.grid import Axis
 from megagrid.health.beat import COMPUTING, DEVICE, WAITING, Doing
 
 C10D = "torch.distributed.distributed_c10d"
+MEETS = "megagrid.grid.rendezvous"
 JOINS = "torch.distributed.rendezvous"
 C10D_CALLS = (C10D, JOINS, "torch.distributed.c10d_logger")
 COMMUNICATE = ("megagrid.", "torch.distributed.")
@@ -56,15 +59,11 @@ class StackSampler:
     """Looks at the thread that makes it, which is the one that trains, from another thread.
 
     Args:
-        rank: of this process.
         has_device: whether it computes on one that does so by itself, after it has been told to.
         clock: seconds since the epoch.
     """
 
-    def __init__(
-        self, rank: int, *, has_device: bool, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._rank = rank
+    def __init__(self, *, has_device: bool, clock: Callable[[], float] = time.time) -> None:
         self._has_device = has_device
         self._clock = clock
         self._trainer = threading.get_ident()
@@ -108,8 +107,11 @@ class StackSampler:
         if not frames or len(frames) != len(self._since):
             return Doing(COMPUTING, "", since=self._still_since)
         now, kind = self._clock(), self._kind(frames[0])
+        places = list(zip(frames, reversed(self._since), strict=True))
+        if _module(frames[0]) == MEETS:
+            *_, (frame, since) = takewhile(lambda place: _module(place[0]) == MEETS, places)
+            return Doing(kind, "the meeting of all ranks", _place(frame), since)
         if kind == COMPUTING:
-            places = list(zip(frames, reversed(self._since), strict=True))
             settled = [place for place in places if place[1] <= now - settled_s]
             frame, since = next(iter(settled), next(iter(_of_megagrid(places)), places[0]))
             return Doing(kind, _name(frame), _place(frame), since)
@@ -128,17 +130,13 @@ class StackSampler:
             if isinstance(axis, Axis) and message is not None:
                 what = "send" if message.is_send else "recv"
                 peers = (axis.ranks[message.peer],)
-                return Doing(doing.kind, what, doing.where, doing.since, axis.name, peers)
+                return replace(doing, what=what, axis=axis.name, peers=peers)
             if isinstance(axis, Axis):
-                return self._along(doing, axis.name, axis.ranks)
+                return _along(doing, axis.name, axis.ranks, axis.ranks[axis.rank])
             for name in GROUPS:
                 if (known := _described(names.get(name))) is not None:
-                    return self._along(doing, *known)
+                    return _along(doing, *known, dist.get_rank())
         return doing
-
-    def _along(self, doing: Doing, axis: str, ranks: tuple[int, ...]) -> Doing:
-        peers = tuple(rank for rank in ranks if rank != self._rank)
-        return Doing(doing.kind, doing.what, doing.where, doing.since, axis, peers)
 
     def _frames(self) -> list[FrameType]:
         """The stack of what trains, innermost first: of the thread that does, or of the one that it
@@ -162,7 +160,7 @@ class StackSampler:
     def _kind(self, frame: FrameType) -> str:
         """What it is to be in `frame` innermost."""
         module = _module(frame)
-        if module in (C10D, JOINS):
+        if module in (C10D, JOINS, MEETS):
             return WAITING
         key = frame.f_code.co_filename, frame.f_lineno or 0
         if key not in self._kinds:
@@ -175,6 +173,11 @@ class StackSampler:
         if self._has_device and WAITS_FOR_DEVICE.search(line) and module not in THREADS_WAIT_IN:
             return DEVICE
         return COMPUTING
+
+
+def _along(doing: Doing, axis: str, ranks: tuple[int, ...], mine: int) -> Doing:
+    """What one does along `axis`, of which it is rank `mine`."""
+    return replace(doing, axis=axis, peers=tuple(rank for rank in ranks if rank != mine))
 
 
 def _described(group: object) -> tuple[str, tuple[int, ...]] | None:

@@ -63,7 +63,7 @@ def find_stragglers(beats: Iterable[Beat], factor: float) -> list[Straggler]:
 
 
 class Lookout:
-    """Names stragglers, each once. For the first rank, with each of its beats.
+    """Names stragglers, each once, for the first rank.
 
     Args:
         run: the run's folder.
@@ -84,7 +84,7 @@ class Lookout:
         """Read all beats, if there was a step since and it is time."""
         self._beats += 1
         is_time = self._beats % max(1, beat.world_size // READ_AT_ONCE) == 0
-        if not is_time or beat.world_size == 1 or beat.step <= self._step:
+        if beat.rank != 0 or not is_time or beat.world_size == 1 or beat.step <= self._step:
             return
         self._step = beat.step
         beats = of_this_start(read_beats(self._run)).values()

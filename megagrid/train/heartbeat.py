@@ -33,9 +33,7 @@ def make_heart(config: Config, environment: RankEnvironment) -> Heart:
     run, train = Path(config.logging.run_dir), config.train
     watch = Watch(run, train.timeout_seconds, train.setup_timeout_seconds)
     interval = min(config.logging.beat_seconds, train.timeout_seconds / BEATS_IN_TIMEOUT)
-    lookout = None
-    if environment.rank == 0:
-        lookout = Lookout(run, config.logging.straggler_factor, _say)
+    lookout = Lookout(run, config.logging.straggler_factor, _say)
     return Heart(run, identify(config, environment), interval, Pulse(), watch, lookout)
 
 

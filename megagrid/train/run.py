@@ -79,7 +79,7 @@ def train(config: Config, stop: StopRequest, heart: Heart) -> int:
     pulse = heart.pulse
     pulse.enter(JOINING)
     has_device = config.train.device != "cpu" and torch.accelerator.is_available()
-    heart.look_with(StackSampler(environment.rank, has_device=has_device))
+    heart.look_with(StackSampler(has_device=has_device))
     with (
         meeting(config, bootstrap.read()) as met,
         told_in_a_line(config, met.environment),

@@ -29,7 +29,7 @@ class Looker:
     def __init__(self, after_s: float, *, has_device: bool = False) -> None:
         self.seen: list[Doing] = []
         self.busy: float | None = None
-        self._sampler = StackSampler(0, has_device=has_device)
+        self._sampler = StackSampler(has_device=has_device)
         self._after_s = after_s
         self._thread = threading.Thread(target=self._look)
 
