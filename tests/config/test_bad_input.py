@@ -557,11 +557,6 @@ MISTAKES = {
     "a z-loss beyond all sense": override(
         "train.z_loss=1e300", told=("train.z_loss=1e+300", "less than or equal to 1")
     ),
-    "compiled blocks whose activations are moved": override(
-        "train.compile=true",
-        "memory.activation_offload=true",
-        told=("memory.activation_offload=true", "train.compile=true", "set it to false, or"),
-    ),
     # --- Memory
     "unknown kind of recomputation": override(
         "memory.recompute=half", told=("memory.recompute", "'none', 'selective' or 'full'")

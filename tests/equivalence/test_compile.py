@@ -14,6 +14,7 @@ from megagrid.grid.placement import Placement
 from megagrid.train.build import Engine
 from megagrid.train.step import evaluate
 from tests.equivalence.case import SP, Case, Keys, Variant, exchange, strategy
+from tests.equivalence.test_recompute import assert_same_bits
 from tests.equivalence.trainer import batches_of
 
 LLAMA = Variant("llama", steps=3)
@@ -24,6 +25,7 @@ TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
 """Traced as for inductor, which takes longer to make code."""
 EXCHANGES = ("all_gather", "ring", "ulysses")
 RECOMPUTED = ("memory.recompute", "full")
+OFFLOAD = ("memory.activation_offload", True)
 SELECTIVE = ("memory.recompute", "selective")
 
 
@@ -93,6 +95,24 @@ def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
     equivalence.check(
         [replace(case, keys=(*case.keys, *TRACED)) for case in cases], under=compiled_once
     )
+
+
+@pytest.mark.parametrize(
+    ("variant", "placement", "keys"),
+    [
+        (GPT, Placement(tp=2), (SP,)),
+        (LLAMA, Placement(pp=2), ()),
+        (LLAMA, Placement(dp=2), (RECOMPUTED, ("parallel.blocks_per_unit", 2))),
+        (DOCUMENTS, Placement(cp=2), (exchange("ring"), SELECTIVE)),
+    ],
+    ids=["tp", "pp", "dp", "cp"],
+)
+def test_what_compiled_layers_keep_on_the_host_changes_no_bit(
+    equivalence, variant, placement, keys
+):
+    cases = [case(variant, placement, *keys, *TRACED, *more) for more in ((), (OFFLOAD,))]
+    without, hosted = equivalence.check(cases, under=compiled_once)
+    assert_same_bits(hosted, without)
 
 
 @pytest.mark.slow

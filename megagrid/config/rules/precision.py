@@ -121,7 +121,6 @@ def compiled_blocks_are_whole_and_alone(config: Config) -> None:
     is_of_file = config.parallel.pipeline_schedule_file is not None
     puts_off = schedule in PUT_OFF_WEIGHTS and not is_of_file
     for key, is_asked_for, remedy in (
-        ("memory.activation_offload=true", config.memory.activation_offload, "false"),
         (f'parallel.pipeline_schedule="{schedule}"', puts_off, '"1F1B" or "Interleaved1F1B"'),
     ):
         if config.train.compile and is_asked_for:
