@@ -60,6 +60,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_namespace_packages(include=["megagrid", "megagrid.*"]),
+    # A link to launch/slurm.sbatch, which `megagrid submit` fills in.
+    package_data={"megagrid.jobs": ["slurm.sbatch"]},
     python_requires=">=3.11",
     install_requires=DEPENDENCIES,
     extras_require={"test": TEST_DEPENDENCIES, "float8": FLOAT8_DEPENDENCIES},

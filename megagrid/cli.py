@@ -26,6 +26,7 @@ from megagrid.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE
 VERBS = MappingProxyType(
     {
         "train": ("megagrid.train.command", "train a recipe, here or as one of its ranks"),
+        "submit": ("megagrid.jobs.command", "check a recipe, and submit it to SLURM"),
         "dryrun": ("megagrid.dryrun.command", "a rank's memory and messages, found without ranks"),
         "grid": ("megagrid.grid.command", "show where each rank goes, and its groups"),
         "schedule": ("megagrid.pipeline.schedules.command", "draw and check a pipeline schedule"),

@@ -29,6 +29,7 @@ LAYERS = (
     ("pipeline", "data_parallel", "optim", "checkpoint"),
     ("hf",),
     ("health",),
+    ("jobs",),
     ("train",),
     ("dryrun",),
     ("cli", "__main__"),
@@ -45,6 +46,7 @@ TORCH_FREE += (
     "grid.placement",
     "grid.bootstrap",
 )
+TORCH_FREE += ("jobs",)
 TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
 TORCH_FREE += ("health.beat", "health.heart", "health.verdict", "health.watch", "train.heartbeat")
 TORCH_FREE += ("health.stragglers", "train.status", "train.status_command")

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
-    *("launch/venv.sh", "launch/quickstart.sh", "launch/local.sh", "tests/run.sh", ".ci/run"),
-    "tools/network_hosts.sh",
+    *("launch/venv.sh", "launch/quickstart.sh", "launch/local.sh", "launch/slurm.sbatch"),
+    *("tools/network_hosts.sh", "tools/slurm_cluster.sh", "tests/run.sh", ".ci/run"),
 ]
 
 

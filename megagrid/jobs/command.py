@@ -1,0 +1,312 @@
+"""Submit a recipe to SLURM, after its keys and its grid have been checked.
+
+The script that is submitted lies in the run's folder, jobs/NNN/job.sbatch, with a copy of the
+recipe, what the job says (NUMBER.out) and each rank's words. A job that is stopped, by preemption
+or by its time limit, saves; it is requeued, or followed by the next one of --chain, and goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from megagrid.checkpoint.folders import CHECKPOINTS, newest_first
+from megagrid.config.arguments import add_recipe_arguments
+from megagrid.config.load import load
+from megagrid.config.rules import check, placement
+from megagrid.config.schema import Config
+from megagrid.errors import CheckpointError, GridError
+from megagrid.grid.placement import AXES, Coordinate, Placement, check_tp_inside_nodes
+from megagrid.grid.topology import Cluster
+from megagrid.jobs import sbatch
+from megagrid.jobs.script import Job, Member, Option, script
+from megagrid.jobs.sweep import combinations, folder_name
+from megagrid.pipeline.partition import stage_layers
+from megagrid.pipeline.program import training_program
+from megagrid.plan.peak import peak_bytes
+from megagrid.terminal import size_text
+from megagrid.train.command import check_inputs
+
+JOBS = "jobs"
+"""The folder of submissions in a run's folder."""
+
+PASSED_ON = ("partition", "account", "qos", "time", "constraint")
+"""Options that sbatch has too, by the same name."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `megagrid submit` takes."""
+    add_recipe_arguments(parser)
+    _add_number(parser, "--nodes", "machines", required=True)
+    _add_number(parser, "--gpus-per-node", "of each machine")
+    _add_number(
+        parser,
+        "--ranks-per-node",
+        "processes on each; without it one a GPU, or the recipe's grid over the nodes",
+    )
+    _add_number(parser, "--cpus-per-rank", "cores of each process (1)", default=1)
+    parser.add_argument(
+        "--style",
+        choices=("ranks", "nodes"),
+        default="ranks",
+        help="what srun starts: each rank, or one agent a node, which starts the ranks there",
+    )
+    for name in PASSED_ON:
+        parser.add_argument(f"--{name}", metavar=name.upper(), help="as of sbatch")
+    parser.add_argument("--exclusive", action="store_true", help="share no node; as of sbatch")
+    parser.add_argument("--job-name", metavar="NAME", help="the recipe's name, unless stated")
+    _add_number(
+        parser,
+        "--signal-seconds",
+        "before the time limit, when the run is asked to save and stop (300)",
+        default=300,
+    )
+    parser.add_argument(
+        "--requeue",
+        action=argparse.BooleanOptionalAction,
+        help="whether a job that was stopped starts again; without --chain it does",
+    )
+    _add_number(parser, "--chain", "as many jobs, one after the other, until it is done", default=1)
+    parser.add_argument(
+        "--array",
+        action="append",
+        default=[],
+        metavar="section.key=[A,B]",
+        help="a run for each value, in a job and a folder of its own; stated twice, for each pair",
+    )
+    parser.add_argument(
+        "--sbatch-option",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="any other option of sbatch; with dashes in front, write --sbatch-option=--NAME",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script; write and submit nothing"
+    )
+
+
+def _add_number(parser: argparse.ArgumentParser, name: str, text: str, **how) -> None:
+    parser.add_argument(name, type=int, metavar="N", help=text, **how)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, write the script, submit it."""
+    _check_options(arguments)
+    base = load(arguments.recipe, arguments.overrides)
+    ranks = _ranks_per_node(arguments, base)
+    runs = _runs(arguments, base)
+    for _, config in runs:
+        grid = _check_run(config, Cluster.uniform(arguments.nodes, ranks))
+    folder = _next_folder([Path(config.logging.run_dir) for _, config in (((), base), *runs)])
+    members = tuple(
+        Member((str(folder / "recipe.toml"), *overrides), Path(config.logging.run_dir))
+        for overrides, config in runs
+    )
+    text = script(_job(arguments, folder, members, ranks))
+    _tell_grid(runs[0][1], grid, arguments, sys.stderr if arguments.dry_run else sys.stdout)
+    if arguments.dry_run:
+        print(text, end="")
+        return 0
+    _write(Path(arguments.recipe), folder, text)
+    _tell_jobs(_submit(folder, arguments.chain), folder, members)
+    return 0
+
+
+# --- Checks --------------------------------------------------------------------------------------
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        GridError: naming the option.
+    """
+    for name in ("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_rank", "chain"):
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            raise GridError(f"--{name.replace('_', '-')} {number} must be at least 1")
+    if arguments.chain > 1 and arguments.array:
+        raise GridError(
+            "--chain and --array don't go together; submit each run's chain, or rely on --requeue"
+        )
+    if arguments.signal_seconds < 0:
+        raise GridError(f"--signal-seconds {arguments.signal_seconds} must be at least 0")
+    if arguments.time is not None and sbatch.seconds(arguments.time) <= arguments.signal_seconds:
+        raise GridError(
+            f"--time {arguments.time} is over before --signal-seconds {arguments.signal_seconds}: "
+            "the run would be asked to stop as it starts; raise the one or lower the other"
+        )
+    texts = [getattr(arguments, name) or "" for name in (*PASSED_ON, "job_name")]
+    for text in (*texts, *arguments.sbatch_option):
+        if "\n" in text:
+            raise GridError(f"{text!r} has more than one line; sbatch's options have one")
+
+
+def _ranks_per_node(arguments: argparse.Namespace, config: Config) -> int:
+    """As stated, or one a GPU, or the recipe's grid evenly over the nodes."""
+    if arguments.ranks_per_node is not None:
+        gpus = arguments.gpus_per_node
+        if gpus is not None and arguments.ranks_per_node > gpus and config.train.device != "cpu":
+            raise GridError(
+                f"--ranks-per-node {arguments.ranks_per_node} is more than --gpus-per-node {gpus}; "
+                "a rank has a GPU to itself"
+            )
+        return arguments.ranks_per_node
+    if arguments.gpus_per_node is not None:
+        return arguments.gpus_per_node
+    world_size = placement(config).world_size
+    if world_size % arguments.nodes:
+        raise GridError(
+            f"the recipe's grid of {world_size} ranks can't be divided over --nodes "
+            f"{arguments.nodes}; state --ranks-per-node, and parallel.* sizes to go with it"
+        )
+    return world_size // arguments.nodes
+
+
+def _check_run(config: Config, cluster: Cluster) -> Placement:
+    """What would end the run on the cluster, found here; its grid."""
+    check(config, cluster.world_size)
+    grid = placement(config, cluster.world_size)
+    if not config.parallel.allow_tp_across_nodes:
+        check_tp_inside_nodes(grid, cluster)
+    check_inputs(config)
+    stage_layers(config, grid, training_program(config, grid).placement)
+    folder = Path(config.logging.run_dir)
+    if config.checkpoint.resume is None and (saved := newest_first(folder / CHECKPOINTS)):
+        raise CheckpointError(
+            f'logging.run_dir="{folder}" has a run at step {saved[0].step}; go on from there with '
+            "checkpoint.resume=latest, or name another folder"
+        )
+    return grid
+
+
+# --- What is submitted ---------------------------------------------------------------------------
+
+
+def _runs(arguments: argparse.Namespace, base: Config) -> list[tuple[tuple[str, ...], Config]]:
+    """The overrides of each run, and what comes of them."""
+    stated = tuple(arguments.overrides)
+    if not arguments.array:
+        return [(stated, base)]
+    # Each has a folder in that of the recipe, which it therefore states anew.
+    stated = tuple(text for text in stated if not text.startswith("logging.run_dir="))
+    runs = []
+    for extra in combinations(arguments.array):
+        folder = Path(base.logging.run_dir) / folder_name(extra)
+        overrides = (*stated, *extra, f"logging.run_dir={folder}")
+        runs.append((overrides, load(arguments.recipe, overrides)))
+    return runs
+
+
+def _next_folder(run_dirs: Sequence[Path]) -> Path:
+    """The folder of this submission in the first of `run_dirs`; its name is new in all of them."""
+    names = [path.name for run_dir in run_dirs for path in (run_dir / JOBS).glob("[0-9]*")]
+    number = 1 + max((int(name) for name in names if name.isdigit()), default=0)
+    return run_dirs[0] / JOBS / f"{number:03}"
+
+
+def _job(
+    arguments: argparse.Namespace, folder: Path, members: tuple[Member, ...], ranks: int
+) -> Job:
+    requeue = arguments.chain == 1 if arguments.requeue is None else arguments.requeue
+    return Job(
+        recipe=arguments.recipe,
+        options=tuple(_options(arguments, folder, len(members), ranks, requeue)),
+        style=arguments.style,
+        ranks_per_node=ranks,
+        requeue=requeue,
+        submission=folder.name,
+        python=sys.executable,
+        members=members,
+    )
+
+
+def _options(
+    arguments: argparse.Namespace, folder: Path, members: int, ranks: int, requeue: bool
+) -> list[Option]:
+    """Of sbatch; those that the user names stand last, and win."""
+    is_array = members > 1
+    tasks = ranks if arguments.style == "ranks" else 1
+    options: list[Option] = [
+        ("job-name", arguments.job_name or Path(arguments.recipe).stem),
+        ("output", str(folder / ("%A_%a.out" if is_array else "%j.out"))),
+        ("requeue" if requeue else "no-requeue", None),
+        ("signal", f"B:USR1@{arguments.signal_seconds}"),
+        ("nodes", str(arguments.nodes)),
+        ("ntasks-per-node", str(tasks)),
+        ("cpus-per-task", str(arguments.cpus_per_rank * ranks // tasks)),
+    ]
+    if arguments.gpus_per_node is not None:
+        options.append(("gpus-per-node", str(arguments.gpus_per_node)))
+    options += [(name, text) for name in PASSED_ON if (text := getattr(arguments, name))]
+    if arguments.exclusive:
+        options.append(("exclusive", None))
+    if is_array:
+        options.append(("array", f"0-{members - 1}"))
+    for text in arguments.sbatch_option:
+        name, equals, value = text.lstrip("-").partition("=")
+        options.append((name, value if equals else None))
+    return options
+
+
+def _write(recipe: Path, folder: Path, text: str) -> None:
+    """The script, and the recipe as it is now: a job that starts again next week runs the same."""
+    try:
+        folder.mkdir(parents=True)
+        shutil.copyfile(recipe, folder / "recipe.toml")
+        (folder / "job.sbatch").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise GridError(
+            f"{folder} can't be written to ({error.strerror}); name another logging.run_dir"
+        ) from None
+
+
+def _submit(folder: Path, chain: int) -> list[str]:
+    """The jobs' numbers."""
+    numbers: list[str] = []
+    for _ in range(chain):
+        after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
+        numbers.append(sbatch.submit(folder / "job.sbatch", after))
+    return numbers
+
+
+# --- What the user is told -----------------------------------------------------------------------
+
+
+def _tell_grid(
+    config: Config, grid: Placement, arguments: argparse.Namespace, where: TextIO
+) -> None:
+    sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in reversed(AXES))
+    is_fused = config.train.device != "cpu"
+    peak = max(
+        peak_bytes(config, grid, Coordinate(pp, 0, 0, 0), fused_norms=is_fused).total
+        for pp in range(grid.pp)
+    )
+    print(
+        f"{grid.world_size} ranks = {sizes} (innermost first) on {arguments.nodes} nodes; a rank's "
+        f"tensors take {size_text(peak, is_binary=True)} at most, by estimate",
+        file=where,
+    )
+
+
+def _tell_jobs(numbers: Sequence[str], folder: Path, members: Sequence[Member]) -> None:
+    jobs = " ".join(numbers)
+    says = "_*" if len(members) > 1 else ""
+    rows = {
+        "script": folder / "job.sbatch",
+        "state": f"squeue --job {','.join(numbers)}",
+        "says": f"tail -F {folder / numbers[0]}{says}.out",
+        "ranks say": f"{members[0].run_dir / JOBS / folder.name}/*/*.log",
+        "stop": f"scancel {jobs}",
+    }
+    print(f"submitted job{'s' if len(numbers) > 1 else ''} {jobs}")
+    for name, text in rows.items():
+        print(f"  {name:<10}{text}")
+    for index, member in enumerate(members if len(members) > 1 else ()):
+        print(f"  {f'{numbers[0]}_{index}':<10}{shlex.quote(str(member.run_dir))}")
