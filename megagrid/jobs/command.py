@@ -21,7 +21,7 @@ from megagrid.config.arguments import add_recipe_arguments
 from megagrid.config.load import load
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
-from megagrid.errors import CheckpointError, GridError
+from megagrid.errors import CheckpointError, GridError, MegagridError
 from megagrid.grid.placement import AXES, Coordinate, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
 from megagrid.jobs import sbatch
@@ -30,7 +30,7 @@ from megagrid.jobs.sweep import combinations, folder_name
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
 from megagrid.plan.peak import peak_bytes
-from megagrid.terminal import size_text
+from megagrid.terminal import size_text, warn_on_stderr
 from megagrid.train.command import check_inputs
 
 JOBS = "jobs"
@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = _ranks_per_node(arguments, base)
     runs = _runs(arguments, base)
     for _, config in runs:
-        grid = _check_run(config, Cluster.uniform(arguments.nodes, ranks))
+        grid = _check_grid(config, Cluster.uniform(arguments.nodes, ranks))
+        _check_files(config, arguments.dry_run)
     folder = _next_folder([Path(config.logging.run_dir) for _, config in (((), base), *runs)])
     members = tuple(
         Member((str(folder / "recipe.toml"), *overrides), Path(config.logging.run_dir))
@@ -169,21 +170,32 @@ def _ranks_per_node(arguments: argparse.Namespace, config: Config) -> int:
     return world_size // arguments.nodes
 
 
-def _check_run(config: Config, cluster: Cluster) -> Placement:
-    """What would end the run on the cluster, found here; its grid."""
+def _check_grid(config: Config, cluster: Cluster) -> Placement:
+    """The grid, if it can run."""
     check(config, cluster.world_size)
     grid = placement(config, cluster.world_size)
     if not config.parallel.allow_tp_across_nodes:
         check_tp_inside_nodes(grid, cluster)
-    check_inputs(config)
     stage_layers(config, grid, training_program(config, grid).placement)
-    folder = Path(config.logging.run_dir)
-    if config.checkpoint.resume is None and (saved := newest_first(folder / CHECKPOINTS)):
-        raise CheckpointError(
-            f'logging.run_dir="{folder}" has a run at step {saved[0].step}; go on from there with '
-            "checkpoint.resume=latest, or name another folder"
-        )
     return grid
+
+
+def _check_files(config: Config, is_dry: bool) -> None:
+    """Whether what the run reads is there, and what it would refuse to write over isn't; a dry run,
+    which may be far from the cluster's disks, only warns."""
+    try:
+        check_inputs(config)
+        folder = Path(config.logging.run_dir)
+        saved = newest_first(folder / CHECKPOINTS)
+        if config.checkpoint.resume is None and saved:
+            raise CheckpointError(
+                f'logging.run_dir="{folder}" has a run at step {saved[0].step}; go on from there '
+                "with checkpoint.resume=latest, or name another folder"
+            )
+    except MegagridError as error:
+        if not is_dry:
+            raise
+        warn_on_stderr(str(error))
 
 
 # --- What is submitted ---------------------------------------------------------------------------

@@ -174,6 +174,13 @@ def test_a_folder_with_a_run_in_it_is_refused_as_the_run_would(submit):
     assert submit("--nodes", "1", "checkpoint.resume=latest").code == 0
 
 
+def test_a_dry_run_far_from_the_data_warns(submit):
+    ended = submit("--nodes", "1", "--dry-run", 'data.paths=["gone"]', "model.vocab_size=100")
+    assert ended.code == 0
+    assert ended.err.startswith('warning: data.paths[0]="gone": gone.idx doesn\'t exist')
+    assert ended.out.startswith("#!/usr/bin/env bash\n")
+
+
 def test_what_sbatch_refuses_is_told_in_a_line(submit):
     sbatch(REFUSING)
     ended = submit("--nodes", "1", "--partition", "fast")
