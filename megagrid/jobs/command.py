@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ranks",
         help="what srun starts: each rank, or one agent a node, which starts the ranks there",
     )
+    _add_number(
+        parser,
+        "--max-restarts",
+        "of crashed ranks by the agents of --style nodes, before their job ends (3)",
+        default=3,
+    )
     for name in PASSED_ON:
         parser.add_argument(f"--{name}", metavar=name.upper(), help="as of sbatch")
     parser.add_argument("--exclusive", action="store_true", help="share no node; as of sbatch")
@@ -136,8 +142,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise GridError(
             "--chain and --array don't go together; submit each run's chain, or rely on --requeue"
         )
-    if arguments.signal_seconds < 0:
-        raise GridError(f"--signal-seconds {arguments.signal_seconds} must be at least 0")
+    for name in ("signal_seconds", "max_restarts"):
+        if getattr(arguments, name) < 0:
+            raise GridError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0"
+            )
     if arguments.time is not None and sbatch.seconds(arguments.time) <= arguments.signal_seconds:
         raise GridError(
             f"--time {arguments.time} is over before --signal-seconds {arguments.signal_seconds}: "
@@ -232,6 +241,7 @@ def _job(
         options=tuple(_options(arguments, folder, len(members), ranks, requeue)),
         style=arguments.style,
         ranks_per_node=ranks,
+        restarts=arguments.max_restarts,
         requeue=requeue,
         submission=folder.name,
         python=sys.executable,

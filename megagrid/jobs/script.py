@@ -46,6 +46,7 @@ class Job:
         recipe: that it was made for.
         options: of sbatch.
         style: "ranks" or "nodes": what srun starts, see launch/slurm.sbatch.
+        restarts: of crashed ranks, by the agents of "nodes".
         requeue: whether the script has itself requeued when it was stopped.
         submission: name of the folder in `jobs` of a run's folder that is this submission's.
         python: that megagrid is installed for.
@@ -55,6 +56,7 @@ class Job:
     options: tuple[Option, ...]
     style: str
     ranks_per_node: int
+    restarts: int
     requeue: bool
     submission: str
     python: str
@@ -94,6 +96,7 @@ def _settings(job: Job) -> str:
         f"ranks_per_node={job.ranks_per_node}",
         f"python={shlex.quote(job.python)}",
         f"requeue={'yes' if job.requeue else 'no'}",
+        f"restarts={job.restarts}",
         f"submission={job.submission}",
     ]
     if len(job.members) == 1:

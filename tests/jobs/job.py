@@ -16,6 +16,8 @@ echo "$@" >>srun.calls
 while [[ $1 != *.log ]]; do shift; done
 log=${1/\\%t/0}
 shift
+tell() { ((code > 127)) || echo "srun: error: node01: task 0: Exited with exit code $code" >&2; }
+trap 'code=$?; tell' EXIT
 source ./ranks >"$log" 2>&1
 """
 """Runs what the test says of the ranks, with their arguments; its output is the first one's."""
@@ -36,7 +38,8 @@ PYTHON = """\
 """A Python that takes no time to say where the run's folder is."""
 
 SAVE = "mkdir -p run/checkpoints/step-00000004; echo >run/checkpoints/step-00000004/manifest.json\n"
-STOP = "echo 'a signal has asked the run to stop: it is saved after step 4 of 8; go on with'\n"
+EXITED = "echo 'srun: error: node02: task 2: Exited with exit code {}' >>run/jobs/7/7.0/srun.log\n"
+"""What srun says of the ranks that end first; those that it then kills have other codes."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ MISTAKES = [
     ("--nodes 2 --gpus-per-node -1", "--gpus-per-node -1 must be at least 1"),
     ("--nodes 3", "2 ranks can't be divided over --nodes 3"),
     ("--nodes 2 --ranks-per-node 3", "choose 6 or 9"),
-    ("--nodes 2 --ranks-per-node 1", "puts tp group {0,1} on nodes [0, 1]"),
+    ("--nodes 2 --ranks-per-node 1", "puts tp group {0,1} on nodes 0 and 1"),
     (
         "--nodes 1 --gpus-per-node 2 --ranks-per-node 4 train.device=cuda",
         "--ranks-per-node 4 is more than --gpus-per-node 2",

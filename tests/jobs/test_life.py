@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from megagrid.jobs.script import Job, Member, script
-from tests.jobs.job import SAVE, STOP, FakeJob
+from tests.jobs.job import EXITED, SAVE, FakeJob
 
 
 @pytest.fixture
 def job(tmp_path) -> FakeJob:
     return FakeJob(tmp_path)
+
+
+MISTAKEN, STOPPED = EXITED.format(2), EXITED.format(75)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,8 @@ def job(tmp_path) -> FakeJob:
         (f"{SAVE} exit 2", 2, [], "job 7 failed: a mistake, told above"),
         ("exit 130", 130, [], "job 7 failed: it was interrupted"),
         (f"{SAVE} exit 75", 75, ["7"], "job 7 was stopped by a signal, and is saved"),
-        (f"{SAVE} {STOP} exit 143", 75, ["7"], "job 7 was stopped by a signal, and is saved"),
+        (f"{SAVE} {STOPPED} exit 143", 75, ["7"], "job 7 was stopped by a signal, and is saved"),
+        (f"{MISTAKEN} {STOPPED} exit 143", 2, [], "job 7 failed: a mistake, told above"),
         (f"{SAVE} exit 137", 137, ["7"], "job 7 ended with 137, and goes on from its last"),
         ("exit 137", 137, [], "job 7 failed: it ended before it had saved"),
         ("exit 1", 1, [], "job 7 failed: it ended before it had saved"),
@@ -38,6 +42,7 @@ def job(tmp_path) -> FakeJob:
         "interrupt",
         "stopped",
         "stopped, the others killed",
+        "mistake, the others killed",
         "crash after a save",
         "crash at the start",
         "failure at the start",
@@ -116,7 +121,7 @@ def test_a_chain_ends_with_the_job_that_is_done_or_would_only_fail_again(
 ):
     chained = tmp_path / "job.sbatch"
     member = Member(("recipe.toml",), Path("run"))
-    one = Job("recipe.toml", (), "ranks", 2, False, "001", sys.executable, (member,))
+    one = Job("recipe.toml", (), "ranks", 2, 3, False, "001", sys.executable, (member,))
     chained.write_text(script(one))
     first = job.start(f"{SAVE} exit 75", script=chained)
     assert (first.code, first.requeued) == (75, [])

@@ -17,7 +17,7 @@ MEMBER = Member(("a recipe.toml", "data.paths=['a', \"b\"]", "optimizer.lr=1e-3"
 
 
 def job(*members: Member, options=()) -> Job:
-    return Job("recipe.toml", options, "nodes", 8, True, "001", "/usr/bin/python", members)
+    return Job("recipe.toml", options, "nodes", 8, 3, True, "001", "/usr/bin/python", members)
 
 
 def settings(text: str, *, task: str = "") -> list[str]:
