@@ -2,6 +2,7 @@
 
 Three figures for the same thing, which check each other: measured on real ranks of a CPU, found by
 a dry run, and in closed form. A lever is a row of `LEVERS`: keys of the recipe that it changes.
+What levers have the host keep is told apart on a CPU, too, which is host and device.
 
     parent process     dry runs and closed forms; starts the ranks through torchrun, prints, writes
       rank 0, 1        this module again: `measure_rows`, one row after the other
@@ -25,7 +26,7 @@ from megagrid.config.load import load
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.grid.placement import Placement
-from megagrid.plan.peak import peak_bytes
+from megagrid.plan.peak import host_peak_bytes, peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -66,6 +67,9 @@ LEVERS = (
     Lever("recompute full", ('memory.recompute="full"',)),
     Lever("… every 2nd layer", ('memory.recompute="full"', "memory.recompute_interval=2")),
     Lever("loss of 256 tokens at a time", ("train.loss_chunk_tokens=256",)),
+    Lever("states on the host", ("memory.cpu_offload=true",)),
+    Lever("layers on the host", ("memory.activation_offload=true",)),
+    Lever("… both", ("memory.cpu_offload=true", "memory.activation_offload=true")),
     Lever("bf16", ('train.precision="bf16"',)),
     Lever("fp16", ('train.precision="fp16"',)),
     Lever("bf16 states", ('optimizer.state_dtype="bf16"',)),
@@ -147,22 +151,25 @@ SMOKE = (
         is_real=True,
     ),
 )
-SMOKE_LEVERS = ("(base)", "ZERO1", "recompute full", "bf16")
+SMOKE_LEVERS = ("(base)", "ZERO1", "recompute full", "… both", "bf16")
 
 
 @dataclass
 class Row:
-    """Peak bytes of rank 0 under a lever.
+    """Peak bytes of rank 0 under a lever, on the device and on the host.
 
     Attributes:
-        kinds: of the dry run's, by kind.
+        kinds: of the dry run's on the device, by kind.
     """
 
     lever: str
     dry: int
     closed: int
     kinds: dict[str, int]
+    host_dry: int
+    host_closed: int
     real: int | None = None
+    host_real: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -188,7 +195,8 @@ def measure_rows(setting: Setting, levers: Sequence[Lever], output: Path) -> Non
         placed = placement(config, setting.world)
         engine = build_engine(config, grid_of(config, placed, dist.get_rank(), "cpu"))
         with LettingGo():
-            found[lever.name] = measure(engine, batches_of_zeros(config, placed)).peak.bytes
+            step = measure(engine, batches_of_zeros(config, placed))
+            found[lever.name] = step.peak.bytes, step.host_peak.bytes
         del engine
         gc.collect()
     if dist.get_rank() == 0:
@@ -209,13 +217,23 @@ def rows_of(setting: Setting, levers: Sequence[Lever], time_limit_s: float) -> l
     for lever in levers:
         config = setting.config(lever)
         placed: Placement = placement(config, setting.world)
-        peak = dry_run(config, placed, 0).found.peak
-        closed = peak_bytes(config, placed, placed.coordinate(0)).total
-        rows.append(Row(lever.name, peak.bytes, closed, peak.by_kind(), real.get(lever.name)))
+        found = dry_run(config, placed, 0).found
+        where = config, placed, placed.coordinate(0)
+        rows.append(
+            Row(
+                lever.name,
+                found.peak.bytes,
+                peak_bytes(*where).total,
+                found.peak.by_kind(),
+                found.host_peak.bytes,
+                host_peak_bytes(*where).total,
+                *real.get(lever.name, ()),
+            )
+        )
     return rows
 
 
-def _start(setting: Setting, levers: Sequence[Lever], time_limit_s: float) -> dict[str, int]:
+def _start(setting: Setting, levers: Sequence[Lever], time_limit_s: float) -> dict[str, list[int]]:
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         output = Path(folder) / "found.json"
         torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -234,16 +252,19 @@ KINDS = ("gathered parameters", "gradients", "activations", "communication", "te
 
 
 def table_of(setting: Setting, rows: Sequence[Row]) -> str:
-    """A table in Markdown: peaks in MiB or GiB, and what they are made of in the dry run."""
+    """A table in Markdown: peaks in MiB or GiB, and what the device's is made of in the dry run."""
     unit, size = ("MiB", 2**20) if rows[0].dry < 2**31 else ("GiB", 2**30)
     titles = ["lever", f"real, {unit}", "dry run", "closed form", "of the base", "at rest", *KINDS]
+    titles += ["host, real", "dry run", "closed form"]
     lines = [f"## {setting.name}", "", _line(titles), _line(["---"] + ["---:"] * (len(titles) - 1))]
     for row in rows:
         rest = row.kinds.get("weights", 0) + row.kinds.get("optimizer states", 0)
         sizes = [row.real, row.dry, row.closed]
+        hosts = [row.host_real, row.host_dry, row.host_closed]
         cells = ["" if value is None else f"{value / size:,.2f}" for value in sizes]
         kinds = [rest, *(row.kinds.get(kind, 0) for kind in KINDS)]
         cells += [f"{row.dry / rows[0].dry:.2f}", *(f"{value / size:,.2f}" for value in kinds)]
+        cells += [f"{value / size:,.2f}" if value else "" for value in hosts]
         lines.append(_line([row.lever, *cells]))
     return "\n".join([*lines, ""])
 

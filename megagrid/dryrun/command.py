@@ -9,7 +9,8 @@ once, of what kinds, and all that it would communicate.
 
 Storages of tensors count, of the operators that torch runs on a CPU; CUDA has one kernel for an
 RMSNorm, which keeps less. What kernels take within themselves, an allocator's fragments,
-communicators' own buffers and a device's context come on top.
+communicators' own buffers and a device's context come on top. What `[memory]` has the host keep is
+shown apart.
 """
 
 from __future__ import annotations
@@ -126,18 +127,23 @@ def _layers(config: Config, grid: Placement, rank: int) -> str:
 
 
 def _print_rank(console: Console, config: Config, grid: Placement, run: DryRun) -> None:
-    peak, resting = run.found.peak, run.found.resting
+    found = run.found
+    places = [("", found.resting, found.peak)]
+    if found.host_peak.bytes:
+        places.append(("host, ", found.host_resting, found.host_peak))
     console.print(
         f"rank {run.rank}, {grid.coordinate(run.rank)}: layers {_layers(config, grid, run.rank)}"
     )
     table = Table("memory", box=box.SIMPLE)
-    table.add_column("between steps", justify="right")
-    table.add_column(f"at the peak, in {peak.where}", justify="right")
-    at_peak = peak.by_kind()
+    columns = []
+    for place, resting, peak in places:
+        table.add_column(f"{place}between steps", justify="right")
+        table.add_column(f"{place}at the peak, in {peak.where}", justify="right")
+        columns += [resting, peak.by_kind()]
     for kind in KINDS:
-        table.add_row(kind, _size(resting.get(kind, 0)), _size(at_peak.get(kind, 0)))
+        table.add_row(kind, *(_size(sizes.get(kind, 0)) for sizes in columns))
     table.add_section()
-    table.add_row("all", _size(sum(resting.values())), _size(peak.bytes))
+    table.add_row("all", *(_size(sum(sizes.values())) for sizes in columns))
     console.print(table)
     table = Table("axis", "collective", box=box.SIMPLE)
     for title in ("calls", "bytes of one", "all"):
@@ -151,7 +157,8 @@ def _print_rank(console: Console, config: Config, grid: Placement, run: DryRun) 
 
 def _stages_table(config: Config, grid: Placement, runs: list[DryRun]) -> Table:
     table = Table("rank", "coordinate", "layers", box=box.SIMPLE)
-    for title in ("between steps", "peak", "in", *KINDS[2:]):
+    has_host = any(run.found.host_peak.bytes for run in runs)
+    for title in ("between steps", "peak", "in", *KINDS[2:], *["host"] * has_host):
         table.add_column(title, justify="right")
     for run in runs:
         peak = run.found.peak
@@ -164,6 +171,7 @@ def _stages_table(config: Config, grid: Placement, runs: list[DryRun]) -> Table:
             _size(peak.bytes),
             peak.where,
             *(_size(at_peak.get(kind, 0)) for kind in KINDS[2:]),
+            *[_size(run.found.host_peak.bytes)] * has_host,
         )
     return table
 
@@ -180,6 +188,10 @@ def _figures(config: Config, grid: Placement, runs: list[DryRun]) -> dict[str, A
                 "peak_bytes": run.found.peak.bytes,
                 "peak_in": run.found.peak.where,
                 "peak_bytes_by_kind": run.found.peak.by_kind(),
+                "host_resting_bytes": run.found.host_resting,
+                "host_peak_bytes": run.found.host_peak.bytes,
+                "host_peak_in": run.found.host_peak.where,
+                "host_peak_bytes_by_kind": run.found.host_peak.by_kind(),
                 "communication": [
                     {**call._asdict(), "calls": times}
                     for call, times in sorted(run.found.calls.items())

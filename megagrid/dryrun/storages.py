@@ -8,6 +8,9 @@ same tracker measures both.
              op makes it      resize_(0)   resize_(n)        last reference dies
     bytes     |==================|            |==================|
 
+A storage lies on the device or on the host. Where the host is the device, as on a CPU, whoever
+knows says which of the two it stands for: at the latest when a peak is looked at.
+
 Not seen: what an operator takes and gives back within itself (workspaces of matrix products), the
 fragmentation of an allocator, communicators' buffers, a device's context, memory outside tensors.
 """
@@ -17,7 +20,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +41,14 @@ class Record:
         bytes: of it now.
         number: how many were made before it.
         op: the operator that made it; "" if it was there before.
+        place: what it counts on.
         kind: what it holds; told by `Tracker.label`, perhaps long after it was made.
     """
 
     bytes: int
     number: int
     op: str
+    place: Place
     kind: str = TEMPORARY
 
 
@@ -65,18 +71,31 @@ class Peak:
         return _by_kind(self.parts)
 
 
+@dataclass
+class Place:
+    """Memory that storages lie in.
+
+    Attributes:
+        live_bytes: of all that exist.
+        peak: since the last `Tracker.reset_peaks`.
+    """
+
+    live_bytes: int = 0
+    peak: Peak = field(default_factory=Peak)
+
+
 class Tracker(TorchDispatchMode):
     """Counts storages on one type of device while entered.
 
     Args:
         device_type: of the tensors that count.
-        at_peak: called whenever more is live than ever since `reset_peak`, before the peak is
-            noted: the moment to label what changes its owner in the course of a step.
+        at_peak: called whenever more is live than ever since `reset_peaks`, before a peak is
+            noted: the moment to label what changes its owner, or its place, in the course of a
+            step.
         granularity: storages are rounded up to multiples of it, as an allocator would.
 
     Attributes:
-        live_bytes: of all storages that exist.
-        peak: since the last `reset_peak`.
+        device, host: the two places.
         where: what a new peak is marked with; anybody may set it.
 
     Only the thread that entered it is watched, and the backward that it starts.
@@ -89,14 +108,15 @@ class Tracker(TorchDispatchMode):
         granularity: int = 1,
     ) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak = Peak()
+        self.device, self.host = Place(), Place()
         self.where: Any = None
         self._device_type = device_type
         self._at_peak = at_peak
         self._granularity = granularity
         self._live: dict[int, tuple[Record, weakref.ref]] = {}
         self._made = 0
+        self._place_of_new = self.device
+        self._is_noting = False
 
     def __enter__(self) -> Tracker:
         """Watch the dispatcher, and `UntypedStorage.resize_`, which doesn't go through it."""
@@ -130,20 +150,32 @@ class Tracker(TorchDispatchMode):
         """Storages seen so far: the number of the next one."""
         return self._made
 
-    def reset_peak(self) -> None:
-        """Begin to look for a new peak, from what is live now."""
-        self.peak = Peak()
-        self._note_peak()
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What the block makes lies there."""
+        self._place_of_new = self.host
+        yield
+        self._place_of_new = self.device
 
-    def live_by_kind(self) -> dict[str, int]:
-        """Bytes of what is live now, by kind."""
-        return _by_kind(self._parts())
+    def reset_peaks(self) -> None:
+        """Begin to look for new peaks, from what is live now."""
+        for place in (self.device, self.host):
+            place.peak = Peak()
+        self._note_peaks()
 
-    def label(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say what the storages of `tensors` hold; those that haven't been seen count from now."""
+    def live_by_kind(self, place: Place) -> dict[str, int]:
+        """Bytes of what is live there now, by kind."""
+        return _by_kind(self._parts(place))
+
+    def label(self, kind: str, tensors: Iterable[torch.Tensor], place: Place | None = None) -> None:
+        """Say what the storages of `tensors` hold, and where they lie (None: where they did so
+        far); those that haven't been seen count from now."""
         for tensor in tensors:
             if tensor.device.type == self._device_type:
-                self._see(tensor).kind = kind
+                record = self._see(tensor, place=place)
+                record.kind = kind
+                if place is not None and record.place is not place:
+                    self._move(record, place)
 
     def label_since(self, number: int, kind: str) -> None:
         """The same for what is live, has been made since there were `number`, and has no label."""
@@ -153,11 +185,11 @@ class Tracker(TorchDispatchMode):
             if record.kind == TEMPORARY:
                 record.kind = kind
 
-    def _see(self, tensor: torch.Tensor, op: Any = "") -> Record:
+    def _see(self, tensor: torch.Tensor, op: Any = "", place: Place | None = None) -> Record:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is None:
-            record = Record(0, self._made, str(op))
+            record = Record(0, self._made, str(op), place or self._place_of_new)
             self._made += 1
             key = storage._cdata
             died = weakref.ref(storage, lambda _: self._forget(key))
@@ -171,22 +203,36 @@ class Tracker(TorchDispatchMode):
     def _set_size(self, storage: torch.UntypedStorage) -> None:
         record, _ = self._live[storage._cdata]
         size = self._rounded(storage.nbytes())
-        self.live_bytes += size - record.bytes
+        record.place.live_bytes += size - record.bytes
         record.bytes = size
-        if self.live_bytes > self.peak.bytes:
-            self._note_peak()
+        self._look_at(record.place)
 
-    def _note_peak(self) -> None:
+    def _move(self, record: Record, place: Place) -> None:
+        record.place.live_bytes -= record.bytes
+        place.live_bytes += record.bytes
+        record.place = place
+        self._look_at(place)
+
+    def _look_at(self, place: Place) -> None:
+        if place.live_bytes > place.peak.bytes and not self._is_noting:
+            self._note_peaks()
+
+    def _note_peaks(self) -> None:
+        self._is_noting = True
         self._at_peak()
-        self.peak = Peak(self.live_bytes, self.where, self._parts())
+        self._is_noting = False
+        for place in (self.device, self.host):
+            if place.live_bytes > place.peak.bytes:
+                place.peak = Peak(place.live_bytes, self.where, self._parts(place))
 
-    def _parts(self) -> list[tuple[Record, int]]:
+    def _parts(self, place: Place) -> list[tuple[Record, int]]:
         # A list first: while it is gone through, garbage may be collected, storages among it.
-        return [(record, record.bytes) for record, _ in list(self._live.values())]
+        records = [record for record, _ in list(self._live.values())]
+        return [(record, record.bytes) for record in records if record.place is place]
 
     def _forget(self, key: int) -> None:
         record, _ = self._live.pop(key)
-        self.live_bytes -= record.bytes
+        record.place.live_bytes -= record.bytes
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._granularity) * self._granularity

@@ -277,7 +277,8 @@ class DecoderStage(nn.Module):
     ) -> Tensor:
         hosted = None
         if self.lane is not None and torch.is_grad_enabled():
-            of_all = (x if x.is_leaf else None, context.places, context.rope, context.documents)
+            received = None if self.share.is_first else x  # the stage has it anyhow
+            of_all = (received, context.places, context.rope, context.documents)
             hosted = HostedForward(self.lane, [tensor for tensor in of_all if tensor is not None])
         for number, layer in self.layers.items():
             keys = self._dropout_keys(number, streams)

@@ -136,8 +136,7 @@ class _Layer:
         storage = kept.storage
         if storage.back is None:  # asked for once more than it was kept
             storage.back = storage.host.to(self.lane.device)
-        view = torch.empty(0, dtype=kept.dtype, device=self.lane.device)
-        view.set_(storage.back.untyped_storage(), kept.offset, kept.size, kept.stride)
+        view = storage.back.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
         storage.views -= 1
         if storage.views <= 0:
             storage.back = None
@@ -198,4 +197,5 @@ class HostedForward:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All of the storage of `tensor`, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from megagrid.pipeline.schedules import Action, Kind
 from megagrid.plan.stage_bytes import StageBytes
@@ -58,11 +59,6 @@ class Moment:
         return replace(self, action=str(action), **summed)
 
 
-def kept(stage: StageBytes) -> int:
-    """Of a microbatch in flight through `stage`."""
-    return stage.input + stage.all_layers + stage.last_norm + stage.loss
-
-
 def _forward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
     """Of a forward.
 
@@ -71,14 +67,13 @@ def _forward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
         is_last: no gradient comes after the action's.
     """
     gradients = stage.gradients(*stage.chain, stage.rest) if had else 0
-    passed, ahead = stage.input, stage.config.parallel.forward_prefetch
+    ahead = stage.config.parallel.forward_prefetch
     for layer in stage.layers:
-        passed += stage.kept(layer)
         unit = stage.unit_of(layer)
         yield Moment(
             gathered_parameters=_at_work(stage, unit),
             gradients=gradients,
-            activations=passed,
+            activations=stage.input + stage.passed(layer),
             temporary=stage.element * stage.tokens * stage.config.model.hidden_size + stage.hidden,
             # fully_shard keeps the message that it has copied out of until the next one's.
             communication=_messages(stage, unit, unit + 1 + ahead),
@@ -90,7 +85,7 @@ def _forward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
         yield Moment(
             gathered_parameters=_at_work(stage, end if in_head else None),
             gradients=gradients,
-            activations=kept(stage),
+            activations=stage.in_flight,
             temporary=_in_losses_forward(stage),
             communication=_messages(stage, end, end + 1),
         )
@@ -106,14 +101,20 @@ def _in_losses_forward(stage: StageBytes) -> int:
     return stage.entered + max(logits, narrow * (chunk * columns + head))
 
 
-def _backward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
+def _backward(
+    stage: StageBytes, had: bool, is_last: bool, *, is_late: bool = False
+) -> Iterator[Moment]:
     """Of a backward: when what is outside the layers is gathered, at the loss, then layer by layer,
-    the last one first."""
+    the last one first.
+
+    Args:
+        is_late: it puts off the products that make gradients of weights.
+    """
     end, ahead = len(stage.chain), stage.config.parallel.backward_prefetch
     start = Moment(
         gathered_parameters=_at_work(stage, None),
         gradients=_gradients(stage, end, 0, had=had, reduces=is_last),
-        activations=kept(stage),
+        activations=stage.in_flight,
         communication=_messages(stage, None),
     )
     yield start
@@ -128,20 +129,19 @@ def _backward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
                 temporary=temporary,
                 communication=_messages(stage, reached - ahead, reached),
             )
-    left = stage.input + stage.all_layers
     for layer in reversed(stage.layers):
         unit = stage.unit_of(layer)
         reduced = stage.chain[unit + 1 : unit + 2] if is_last else []
         done = sum(stage.unit_of(other) == unit for other in stage.layers if other > layer)
-        for temporary in _in_layers_backward(stage, layer, had=had):
+        late = stage.late_head + (stage.layers[-1] - layer) * stage.late_layer if is_late else 0
+        for temporary in _in_layers_backward(stage, layer, had=had, is_late=is_late):
             yield Moment(
                 gathered_parameters=_at_work(stage, unit),
                 gradients=_gradients(stage, unit, done, had=had, reduces=is_last),
-                activations=left,
+                activations=stage.input + stage.passed(layer) + late,
                 temporary=temporary,
                 communication=_messages(stage, unit - ahead, unit) + stage.reduced(*reduced),
             )
-        left -= stage.kept(layer)
 
 
 def _in_losses_backward(stage: StageBytes) -> Iterator[tuple[int, int, bool]]:
@@ -159,15 +159,20 @@ def _in_losses_backward(stage: StageBytes) -> Iterator[tuple[int, int, bool]]:
     )
 
 
-def _in_layers_backward(stage: StageBytes, layer: int, *, had: bool) -> Iterator[int]:
+def _in_layers_backward(
+    stage: StageBytes, layer: int, *, had: bool, is_late: bool
+) -> Iterator[int]:
     """At its activation, then at its MLP's first product; less what has been let go of."""
     recompute, model, e = stage.recompute(layer), stage.config.model, stage.element
     none, rows = stage.rows("none"), stage.rows(recompute)
     f = model.ffn_hidden_size // stage.placement.tp
     up = 2 * f if model.family == "llama" else f
     again = {what: size for what, size in none.items() if what not in rows}
-    # The last product's gradient, unless it has been added to an earlier one.
-    always = stage.hidden + (0 if had and not stage.narrow else e * f * model.hidden_size)
+    # The residual's gradient, unless it is the message that has come for it; the last product's,
+    # unless it has been added to an earlier one.
+    is_message = layer == stage.layers[-1] and not stage.is_last
+    always = 0 if is_message else stage.hidden
+    always += 0 if is_late or (had and not stage.narrow) else e * f * model.hidden_size
     if recompute == "selective":
         of_norm = (none["norms' own"] + none["norms' outputs"]) // 2
         at_activation = 0
@@ -175,8 +180,11 @@ def _in_layers_backward(stage: StageBytes, layer: int, *, had: bool) -> Iterator
     else:
         at_activation = sum(again.values()) - none["activation"]
         at_product = at_activation - none["activation's input"]
+    if is_late:  # its activation is kept
+        always += none["activation"]
     yield always + at_activation + 2 * e * stage.tokens * up
-    yield always + at_product + stage.entered + e * up * (stage.tokens + model.hidden_size)
+    of_weight = 0 if is_late else e * up * model.hidden_size
+    yield always + at_product + stage.entered + e * up * stage.tokens + of_weight
 
 
 def _late(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
@@ -184,7 +192,12 @@ def _late(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
     yield Moment(gradients=stage.gradients(*stage.chain, stage.rest) if had else 0)
 
 
-MOMENTS = {Kind.F: _forward, Kind.B: _backward, Kind.I: _backward, Kind.W: _late}
+MOMENTS = {
+    Kind.F: _forward,
+    Kind.B: _backward,
+    Kind.I: partial(_backward, is_late=True),
+    Kind.W: _late,
+}
 
 
 def _head_is_apart(stage: StageBytes) -> bool:

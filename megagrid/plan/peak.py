@@ -24,31 +24,46 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from megagrid.config.schema import Config
 from megagrid.grid.placement import Coordinate, Placement
 from megagrid.pipeline.partition import stage_layers
 from megagrid.pipeline.program import training_program
-from megagrid.pipeline.schedules import Kind, Program
-from megagrid.plan.memory import persistent_bytes
-from megagrid.plan.moments import MOMENTS, Moment, kept
+from megagrid.pipeline.schedules import Action, Kind, Program
+from megagrid.pipeline.schedules.action import SENDS
+from megagrid.plan.memory import PersistentBytes, gradient_bytes, persistent_bytes
+from megagrid.plan.moments import MOMENTS, Moment
 from megagrid.plan.stage_bytes import StageBytes
 
-MESSAGES_UNDER_WAY = 2
-"""Sends that a rank has posted and not seen arrive, times the ranks of the pipeline, on gloo."""
+UPDATE = "optimizer"
+"""The part of a step after its actions."""
+
+SENDS_UNDER_WAY = 2
+"""Sends that a rank has posted and not seen arrive, times the ranks of the pipeline, on gloo; as
+`megagrid.pipeline.executor` has it."""
 
 
 def peak_bytes(
     config: Config, placement: Placement, coordinate: Coordinate, *, fused_norms: bool = False
 ) -> Moment:
-    """Of the rank at `coordinate`.
+    """Of the rank at `coordinate`, on its device.
 
     Args:
         fused_norms: an RMSNorm is one kernel, as on CUDA.
     """
     rank = _Rank(config, placement, coordinate, fused_norms)
     return max(rank.moments(), key=lambda moment: moment.total)
+
+
+def host_peak_bytes(
+    config: Config, placement: Placement, coordinate: Coordinate, *, fused_norms: bool = False
+) -> Moment:
+    """The same of what `[memory]` has the host keep for it."""
+    rank = _Rank(config, placement, coordinate, fused_norms)
+    return max(rank.on_host(), key=lambda moment: moment.total)
 
 
 class _Rank:
@@ -74,15 +89,23 @@ class _Rank:
             )
             for number in self.program.stages_of_rank(coordinate.pp)
         }
+        self.states = persistent_bytes(config, placement, coordinate)
+        self._moments: dict[tuple, list[Moment]] = {}
 
     def moments(self) -> Iterator[Moment]:
-        """What the rank holds, layer by layer of each action."""
-        states = persistent_bytes(self.config, self.placement, self.coordinate)
+        """What the device holds, layer by layer of each action."""
+        states = self.states if not self.config.memory.cpu_offload else PersistentBytes(0, ())
         in_flight = dict.fromkeys(self.stages, 0)
         late = dict.fromkeys(self.stages, 0)
         gradients = dict.fromkeys(self.stages, 0)
-        for action in self.program.compute_order(self.coordinate.pp):
+        messages = _Messages(SENDS_UNDER_WAY * self.placement.pp)
+        for step in self.program.steps[self.coordinate.pp]:
+            messages.post(step.batch)
+            if not step.is_compute:
+                continue
+            action = step.action
             number, stage = action.stage, self.stages[action.stage]
+            messages.take(action, stage)
             is_last = action == self.program.last_gradient(number)
             had = gradients.pop(number) > 0
             in_flight[number] -= action.kind in (Kind.B, Kind.I)
@@ -90,19 +113,41 @@ class _Rank:
                 "weights": states.weights,
                 "optimizer_states": states.total - states.weights,
                 "gradients": sum(gradients.values()),
-                "activations": sum(in_flight[n] * kept(s) for n, s in self.stages.items())
+                "activations": sum(in_flight[n] * s.in_flight for n, s in self.stages.items())
                 + sum(late[n] * s.late for n, s in self.stages.items()),
                 "gathered_parameters": self.held(),
-                "communication": self.messages(stage),
+                "communication": messages.number * stage.hidden,
             }
-            for moment in MOMENTS[action.kind](stage, had, is_last):
+            for moment in self.of_action(action.kind, number, had, is_last):
                 yield moment.beside(action, **always)
+            messages.make(action, stage)
             in_flight[number] += action.kind is Kind.F
             late[number] += (action.kind is Kind.I) - (action.kind is Kind.W)
             if action.kind in (Kind.B, Kind.W):
                 had = True
             units = (*stage.chain, stage.rest)
             gradients[number] = stage.gradients(*units, are_shards=is_last) if had else 0
+
+    def of_action(self, *key: Any) -> list[Moment]:
+        """The moments of such an action alone: those of a step are alike."""
+        if key not in self._moments:
+            kind, number, had, is_last = key
+            self._moments[key] = list(MOMENTS[kind](self.stages[number], had, is_last))
+        return self._moments[key]
+
+    def on_host(self) -> Iterator[Moment]:
+        """What the host holds: at the end of each forward, and when all gradients are there."""
+        memory, always = self.config.memory, Moment()
+        if memory.cpu_offload:
+            states = self.states
+            always = Moment(weights=states.weights, optimizer_states=states.total - states.weights)
+            gradients = gradient_bytes(self.config, self.placement, self.coordinate)
+            yield replace(always, action=UPDATE, gradients=gradients)
+        kept = 0
+        for action in self.program.compute_order(self.coordinate.pp):
+            change = (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.I))
+            kept += change * self.stages[action.stage].all_layers * memory.activation_offload
+            yield replace(always, action=str(action), activations=kept)
 
     def held(self) -> int:
         """What is gathered throughout: everything, or what of it lies split between passes."""
@@ -112,7 +157,35 @@ class _Rank:
         everything = sum(s.gathered(*s.chain, s.rest) for s in self.stages.values())
         return everything // after if after else everything
 
-    def messages(self, stage: StageBytes) -> int:
-        """Between stages, under way: one that is received, and those that are sent."""
-        pp, most = self.placement.pp, self.program.num_microbatches
-        return stage.hidden * (min(MESSAGES_UNDER_WAY * pp, most) + 1) if pp > 1 else 0
+
+class _Messages:
+    """What is on its way between a rank's stages and their neighbours: hidden states and their
+    gradients, made and not sent yet, being sent, received ahead.
+
+    Args:
+        most: of those that are being sent.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._sent, self._waiting = most, 0, 0
+
+    @property
+    def number(self) -> int:
+        return self._sent + self._waiting
+
+    def post(self, batch: Sequence[Action]) -> None:
+        """Send and receive."""
+        sends = sum(action.kind in SENDS for action in batch)
+        self._sent = min(self._sent + sends, self._most)
+        self._waiting += len(batch) - 2 * sends
+
+    def take(self, action: Action, stage: StageBytes) -> None:
+        """What `action` computes from: the stage keeps it from now on, if it is a forward."""
+        self._waiting -= action.kind is Kind.F and not stage.is_first
+
+    def make(self, action: Action, stage: StageBytes) -> None:
+        """What it has computed, in place of the gradient that it came from."""
+        if action.kind is Kind.F:
+            self._waiting += not stage.is_last
+        if action.kind in (Kind.B, Kind.I):
+            self._waiting += stage.is_last - stage.is_first

@@ -8,7 +8,8 @@ At its ends, beside its layers (`megagrid.plan.activations`), a stage keeps of e
     … in chunks of c     e n h + r V h              its gradients, made along with it, in place of
                                                     the norm's output
 
-with n, n', e as there and r the bytes of the master dtype.
+with n, n', e as there and r the bytes of the master dtype. With `memory.activation_offload` the
+host has what the layers keep, with `memory.cpu_offload` this rank's shards.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class StageBytes:
         self.config, self.placement = config, placement
         self.layers, self.is_first, self.is_last = layers, is_first, is_last
         self.fused_norms = fused_norms
+        self._rows: dict[Recompute, dict[str, int]] = {}
         self.sharding = Sharding.of(config, placement)
         self._index = self.sharding.index(placement, coordinate) % self.sharding.split
         self.share = ModelShare(
@@ -73,7 +75,7 @@ class StageBytes:
     @property
     def is_wrapped(self) -> bool:
         """Whether fully_shard has the stage."""
-        return self.sharding.ranks > 1 or self.narrow > 0
+        return self.sharding.ranks > 1 or self.narrow > 0 or self.config.memory.cpu_offload
 
     def unit_of(self, layer: int) -> int:
         """Where in the chain the unit of that layer is."""
@@ -97,7 +99,9 @@ class StageBytes:
         return split + sum(parameter.gathered(1) for parameter in unit.whole)
 
     def gradients(self, *units: PlannedUnit, are_shards: bool = False) -> int:
-        """Of whole parameters, or of this rank's shards."""
+        """Of whole parameters, or of this rank's shards, on the device."""
+        if are_shards and self.config.memory.cpu_offload:
+            return 0
         split, index = (self.sharding.split, self._index) if are_shards else (1, 0)
         elements = sum(p.held(split, index) for unit in units for p in unit.split)
         return self.master * (elements + sum(p.held(1, 0) for unit in units for p in unit.whole))
@@ -139,9 +143,11 @@ class StageBytes:
 
     def rows(self, recompute: Recompute) -> dict[str, int]:
         """What a layer keeps."""
-        return layer_activations(
-            self.config, self.placement, recompute, fused_norms=self.fused_norms
-        )
+        if recompute not in self._rows:
+            self._rows[recompute] = layer_activations(
+                self.config, self.placement, recompute, fused_norms=self.fused_norms
+            )
+        return self._rows[recompute]
 
     def kept(self, layer: int) -> int:
         """What that layer keeps, beside the stage's input."""
@@ -153,6 +159,25 @@ class StageBytes:
     def all_layers(self) -> int:
         """What all of them keep."""
         return sum(map(self.kept, self.layers))
+
+    @property
+    def hosts_layers(self) -> bool:
+        """Whether that lies on the host between their forward and their backward."""
+        return self.config.memory.activation_offload
+
+    def passed(self, layer: int) -> int:
+        """On the device of what layers keep, when a forward or a backward is in that one: of all
+        from the first to it; of it and the one before, if the others' lies on the host."""
+        first = self.layers.start
+        if self.hosts_layers:
+            first = max(first, layer - 1)
+        return sum(map(self.kept, range(first, layer + 1)))
+
+    @cached_property
+    def in_flight(self) -> int:
+        """On the device, of a microbatch between its forward and its backward."""
+        of_layers = 0 if self.hosts_layers else self.all_layers
+        return self.input + of_layers + self.last_norm + self.loss
 
     @cached_property
     def last_norm(self) -> int:
@@ -180,17 +205,25 @@ class StageBytes:
         return self.master * self.tokens * columns
 
     @cached_property
-    def late(self) -> int:
-        """Of one microbatch, from the half of its backward to the other: of each product, its input
-        and its output's gradient."""
+    def late_layer(self) -> int:
+        """Of one microbatch, from the half of a layer's backward to the other: of each product, its
+        input and its output's gradient."""
         model, t, e = self.config.model, self.placement.tp, self.element
         h, f = model.hidden_size, model.ffn_hidden_size // t
         up = f * (2 if model.family == "llama" else 1)
         q = model.num_heads * model.head_dim // t
         k = model.num_kv_heads * self.share.kv_copies * model.head_dim // t
-        columns = (h + q + 2 * k) + (q + h) + (h + up) + (f + h)
-        kept = len(self.layers) * e * self.tokens * columns
-        is_late = not model.tied_embeddings and not self.config.train.loss_chunk_tokens
-        if self.is_last and is_late:
-            kept += e * self.tokens * (h + self.share.vocab_rows)
-        return kept
+        return e * self.tokens * ((h + q + 2 * k) + (q + h) + (h + up) + (f + h))
+
+    @cached_property
+    def late_head(self) -> int:
+        """The same of the head."""
+        is_late = not self.is_tied and not self.config.train.loss_chunk_tokens
+        if not (self.is_last and is_late):
+            return 0
+        return self.entered + self.element * self.tokens * self.share.vocab_rows
+
+    @cached_property
+    def late(self) -> int:
+        """The same of the whole stage."""
+        return len(self.layers) * self.late_layer + self.late_head

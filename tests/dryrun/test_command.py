@@ -18,6 +18,7 @@ def test_a_ranks_table_has_its_memory_and_its_messages(capsys):
     assert "rank 3, pp1 dp0 cp0 tp1" in out
     for word in ("weights", "activations", "all_gather", "send", "at the peak, in"):
         assert word in out
+    assert "host" not in out
 
 
 def test_json_has_a_rank_of_each_stage_in_bytes(capsys):
@@ -29,6 +30,21 @@ def test_json_has_a_rank_of_each_stage_in_bytes(capsys):
         assert sum(rank["peak_bytes_by_kind"].values()) == rank["peak_bytes"]
         assert sum(rank["resting_bytes"].values()) < rank["peak_bytes"]
         assert {row["axis"] for row in rank["communication"]} == {"tp", "pp", "dp", "world"}
+
+
+def test_what_the_host_keeps_is_shown_apart(capsys):
+    keys = ("memory.cpu_offload=true", "memory.activation_offload=true")
+    assert main(["dryrun", RECIPE, *keys, *SHORT]) == 0
+    out = capsys.readouterr().out
+    assert "host, between steps" in out and "host, at the peak, in" in out
+    assert main(["dryrun", RECIPE, *keys, "--all-stages", *SHORT]) == 0
+    assert "host" in capsys.readouterr().out
+    assert main(["dryrun", RECIPE, *keys, "--json", *SHORT]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert sum(rank["resting_bytes"].values()) == 0
+    assert set(rank["host_resting_bytes"]) == {"weights", "optimizer states"}
+    kinds = rank["host_peak_bytes_by_kind"]
+    assert "activations" in kinds and sum(kinds.values()) == rank["host_peak_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from megagrid.train.build import build_engine
 from tests.equivalence.case import Case, Variant
 
 LLAMA, GPT = Variant("llama"), Variant("gpt")
+STATES_ON_HOST = ("memory.cpu_offload", True)
+LAYERS_ON_HOST = ("memory.activation_offload", True)
 
 
 def measured(config, placement) -> Measurement:
@@ -58,6 +60,19 @@ CASES = [
             ("parallel.sharding_strategy", "SHARD_GRAD_OP"),
         ),
     ),
+    Case(LLAMA.having(STATES_ON_HOST), Placement(dp=2)),
+    Case(LLAMA.having(LAYERS_ON_HOST), Placement(pp=2), micro_batch=4),
+    Case(
+        Variant("gpt", "bf16").having(STATES_ON_HOST, LAYERS_ON_HOST),
+        Placement(tp=2, dp=2),
+        micro_batch=4,
+        keys=(("parallel.sharding_strategy", "ZERO1"),),
+    ),
+    Case(
+        LLAMA.having(STATES_ON_HOST, LAYERS_ON_HOST, ("memory.recompute", "selective")),
+        Placement(pp=2),
+        keys=(("parallel.pipeline_schedule", "ZB1P"),),
+    ),
 ]
 
 
@@ -75,7 +90,12 @@ def test_a_dry_run_finds_what_is_measured_on_a_real_rank(ranks, case):
         planned = step_communication(config, placement, coordinate)
         assert dict(found.calls) == dict(as_calls(planned))
         states = persistent_bytes(config, placement, coordinate)
-        assert found.resting["weights"] == states.weights
-        assert found.resting["optimizer states"] == states.total - states.weights
-        assert found.peak.by_kind() == there.peak.by_kind()
-        assert (found.peak.bytes, found.peak.where) == (there.peak.bytes, there.peak.where)
+        resting = found.host_resting if config.memory.cpu_offload else found.resting
+        assert resting["weights"] == states.weights
+        assert resting["optimizer states"] == states.total - states.weights
+        for mine, real_one in ((found.peak, there.peak), (found.host_peak, there.host_peak)):
+            assert mine.by_kind() == real_one.by_kind()
+            assert (mine.bytes, mine.where) == (real_one.bytes, real_one.where)
+        assert found.host_resting == there.host_resting
+        in_use = config.memory.cpu_offload or config.memory.activation_offload
+        assert bool(found.host_peak.bytes) == in_use
