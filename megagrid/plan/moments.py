@@ -37,7 +37,7 @@ class Moment:
     """What a rank holds at a moment.
 
     Attributes:
-        action: when; the others as in the table above, in bytes.
+        action: when; the others as in the table of `megagrid.plan.peak`, in bytes.
     """
 
     action: str = ""
@@ -74,7 +74,7 @@ def _forward(stage: StageBytes, had: bool, is_last: bool) -> Iterator[Moment]:
             gathered_parameters=_at_work(stage, unit),
             gradients=gradients,
             activations=stage.input + stage.passed(layer),
-            temporary=stage.element * stage.tokens * stage.config.model.hidden_size + stage.hidden,
+            temporary=stage.entered + stage.hidden,
             # fully_shard keeps the message that it has copied out of until the next one's.
             communication=_messages(stage, unit, unit + 1 + ahead),
         )
