@@ -1,0 +1,1 @@
+"""Ranks placed by the network, and against it."""
