@@ -17,12 +17,16 @@ from megagrid.errors import GridError
 from megagrid.grid.nodelist import node_names, tasks_per_node
 from megagrid.grid.placement import AXES, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster, Node, load_topology, numbered, switches_of
-from megagrid.terminal import Console
+from megagrid.plan.wire import LIBRARIES, off_node
+from megagrid.terminal import Console, size_text
 
 INNERMOST_FIRST = tuple(reversed(AXES))
 
 MOST_RANKS = 100_000
 """A longer map is a typing mistake, and would fill the memory before it fills the screen."""
+
+MOST_RANKS_PRICED = 2048
+"""Each rank's messages are added up, some 500 ranks a second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         print("ranks are numbered so that nodes of a switch are neighbours")
     print()
     console = Console(highlight=False)
-    console.print(axis_table(grid, cluster, shard_size(config, grid, cluster)))
+    shards = shard_size(config, grid, cluster)
+    console.print(axis_table(grid, cluster, shards))
+    if cluster.num_nodes > 1 and cluster.world_size <= MOST_RANKS_PRICED:
+        print(f"{traffic(config, grid, cluster, shards)}\n")
     console.print(rank_table(grid, cluster))
     return 0
 
@@ -132,6 +139,18 @@ def axis_table(grid: Placement, cluster: Cluster, shard_size: int | None = None)
         reach = _reach(groups, cluster)
         table.add_row(axis, str(len(groups)), str(len(groups[0])), span(groups[0]), reach)
     return table
+
+
+def traffic(config: Config, grid: Placement, cluster: Cluster, shard_size: int | None) -> str:
+    """What a node sends to others in a step along each axis, at most, in a line."""
+    if shard_size is not None:
+        parallel = config.parallel.model_copy(update={"shard_size": shard_size})
+        config = config.model_copy(update={"parallel": parallel})
+    library = "gloo" if config.train.device == "cpu" else "nccl"
+    sent = off_node(config, grid, cluster, LIBRARIES[library])
+    most = {axis: max(node.bytes for node in nodes) for axis, nodes in sent.items()}
+    axes = ", ".join(f"{axis} {size_text(size)}" for axis, size in most.items())
+    return f"a node sends others, each step, over {library}: {axes}"
 
 
 def _reach(groups: Sequence[Sequence[int]], cluster: Cluster) -> str:

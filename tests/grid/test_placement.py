@@ -217,6 +217,17 @@ def test_nodes_are_named_and_those_of_a_switch_are_neighbours(tmp_path, capsys):
     assert re.search(r"pp +4 +2 +0,4 +over 2 nodes of 2 switches", out)
 
 
+@pytest.mark.parametrize(("device", "library"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_what_a_node_sends_others_in_a_step_is_stated_by_axis(tmp_path, capsys, device, library):
+    command = ["grid", str(recipe.write(tmp_path)), "parallel.tensor_parallel_size=2"]
+    command += [f"train.device={device}", "--gpus-per-node", "4"]
+    assert main([*command, "--nodes", "2"]) == 0
+    (line,) = re.findall("a node sends others.*", capsys.readouterr().out)
+    assert f"over {library}: dp " in line and "tp" not in line
+    assert main([*command, "--nodes", "1"]) == 0
+    assert "a node sends others" not in capsys.readouterr().out
+
+
 def test_a_tp_group_across_unequal_nodes_is_refused_with_their_names(tmp_path, capsys):
     command = ["grid", str(recipe.write(tmp_path)), "parallel.tensor_parallel_size=2"]
     command += ["train.global_batch_size=6", "--hosts", "gpu-a,gpu-b"]
