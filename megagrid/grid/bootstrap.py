@@ -112,6 +112,11 @@ def is_one_per_node(environ: Mapping[str, str] = os.environ, root: Path = ROOT) 
     return task is not None and task.tasks == task.nodes
 
 
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """This machine, as SLURM calls it, or else as it calls itself."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvironment:
     """This process's place in the run.
 
@@ -119,7 +124,7 @@ def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvi
         GridError: naming the variable that is missing, no number or out of range.
     """
     where = dict(
-        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=host_name(environ),
         switches=switches_of(environ),
         visible_devices=tuple(environ.get(name, "") for name in VISIBLE_DEVICES),
     )

@@ -13,13 +13,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from megagrid.errors import MegagridError
+from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import Job
 from megagrid.health.beat import Beat, beat_file, read_beat
 from megagrid.terminal import warn_on_stderr
@@ -115,7 +115,7 @@ class _Claim:
         beat = read_beat(beat_file(self.folder, 0))
         if beat is None or beat.end is not None:
             return None
-        if beat.host == platform.node() or beat.pid == os.getpid():
+        if beat.host == bootstrap.host_name() or beat.pid == os.getpid():
             return None
         if beat.is_silent(time.time()):
             return None
@@ -147,7 +147,7 @@ def _wait(claim: _Claim, patience_s: float, warn: Callable[[str], None]) -> None
 def _sign(handle: TextIO, job: Job) -> None:
     """Say in the lock who has it."""
     said = {
-        "host": platform.node(),
+        "host": bootstrap.host_name(),
         "pid": os.getpid(),
         "job": job.id,
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from megagrid.config.load import load
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, MegagridError
 from megagrid.exit_codes import CRASHED, STOPPED
+from megagrid.grid import bootstrap
 from megagrid.health.beat import (
     CRASH,
     DONE,
@@ -196,7 +196,7 @@ class _Ranks:
 
 def _is_gone(beat: Beat) -> bool:
     """Whether this is the rank's host, and its process is no more."""
-    return beat.host == platform.node() and not is_alive(beat.pid)
+    return beat.host == bootstrap.host_name() and not is_alive(beat.pid)
 
 
 def _health(
