@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node",
         "processes on each; without it one a GPU, or the recipe's grid over the nodes",
     )
-    _add_number(parser, "--cpus-per-rank", "cores of each process (1)", default=1)
+    _add_number(parser, "--cpus-per-rank", "cores of each process (1, or all if --exclusive)")
     parser.add_argument(
         "--style",
         choices=("ranks", "nodes"),
@@ -262,8 +262,11 @@ def _options(
         ("signal", f"B:USR1@{arguments.signal_seconds}"),
         ("nodes", str(arguments.nodes)),
         ("ntasks-per-node", str(tasks)),
-        ("cpus-per-task", str(arguments.cpus_per_rank * ranks // tasks)),
     ]
+    # With nothing stated, SLURM gives each task one core, or the script all that there are.
+    if arguments.cpus_per_rank is not None or (tasks < ranks and not arguments.exclusive):
+        cores = (arguments.cpus_per_rank or 1) * ranks // tasks
+        options.append(("cpus-per-task", str(cores)))
     if arguments.gpus_per_node is not None:
         options.append(("gpus-per-node", str(arguments.gpus_per_node)))
     options += [(name, text) for name in PASSED_ON if (text := getattr(arguments, name))]

@@ -82,7 +82,7 @@ class FakeJob:
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "node[01-02]",
             "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_CPUS_ON_NODE": "8",
+            "SLURM_JOB_CPUS_PER_NODE": "12,8(x3)",
             "SLURMD_NODENAME": "node01",
             "SLURM_RESTART_COUNT": str(self.starts),
         } | others

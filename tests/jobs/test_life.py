@@ -175,3 +175,24 @@ def test_a_mistake_is_one_line_before_any_rank_starts(job, change, says):
     assert (ended.code, ended.out, ended.ranks) == (2, "", "")
     assert re.fullmatch(r"error: .*\n", ended.err)
     assert says in ended.err
+
+
+@pytest.mark.parametrize(
+    ("job_has", "step_has", "threads"),
+    [
+        ({}, "--ntasks-per-node 2 --cpus-per-task 4", "4"),
+        ({"SLURM_CPUS_PER_TASK": "3"}, "--ntasks-per-node 2 --cpus-per-task 3", "3"),
+        (
+            {"MEGAGRID_STYLE": "nodes", "MEGAGRID_RANKS_PER_NODE": "4"},
+            "--ntasks-per-node 1 --cpus-per-task 8",
+            "2",
+        ),
+        ({"OMP_NUM_THREADS": "5"}, "--ntasks-per-node 2 --cpus-per-task 4", "5"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "1(x2)"}, "--ntasks-per-node 2 --cpus-per-task 1", "1"),
+    ],
+    ids=["all of the smallest node", "stated", "agents", "threads stated", "fewer than ranks"],
+)
+def test_ranks_share_the_cores_of_their_node(job, job_has, step_has, threads):
+    ended = job.start("echo threads $OMP_NUM_THREADS", **job_has)
+    assert step_has in ended.ranks
+    assert f"threads {threads}\n" in ended.out
