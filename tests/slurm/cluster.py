@@ -37,14 +37,15 @@ def why_no_cluster() -> str | None:
 class Cluster:
     """SLURM's daemons, and jobs on them; ended by `stop`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "mgtest", gpus: int = 0) -> None:
         self.folder = folder
         self.environment = os.environ | {
             "CLUSTER_DIR": str(folder),
             "CLUSTER_NODES": str(NODES),
             "CLUSTER_CPUS": str(CPUS_PER_NODE),
             "CLUSTER_PORT": str(_free_ports(101 + NODES)),
-            "CLUSTER_PREFIX": "mgtest",
+            "CLUSTER_PREFIX": prefix,
+            "CLUSTER_GPUS": str(gpus),
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PYTHONPATH": str(REPOSITORY),
         }

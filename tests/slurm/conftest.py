@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,19 @@ from tests.slurm.cluster import Cluster, why_no_cluster
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@contextmanager
+def running_cluster(**how: str | int) -> Iterator[Cluster]:
+    """A cluster while the block runs; skips the test where there can't be one."""
     if reason := why_no_cluster():
         pytest.skip(reason)
     # munged wants a folder that everybody can enter, which pytest's aren't.
     with tempfile.TemporaryDirectory(prefix="megagrid-slurm-") as folder:
         Path(folder).chmod(0o755)
-        cluster = Cluster(Path(folder))
+        cluster = Cluster(Path(folder), **how)
         installed = cluster.tool("install")
         if installed.returncode:
             why = (installed.stderr.splitlines() or ["apt-get failed"])[-1]
