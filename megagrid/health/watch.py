@@ -38,14 +38,18 @@ from megagrid.health.beat import (
     read_beats,
     write_whole,
 )
-from megagrid.health.heart import Heart
+from megagrid.health.heart import SAMPLE_SECONDS, Heart
 from megagrid.health.verdict import judge, verdict_file
 
 GRACE_S = 5.0
 """From a verdict on, until a rank that hasn't ended by itself ends."""
 
-BEATS_BETWEEN = 3
-"""Intervals between the two readings of all beats."""
+CLAIM_S = 40.0
+"""From a claim on, until the other ranks end without a verdict: who was to tell is gone."""
+
+BEATS_BETWEEN, SECONDS_BETWEEN = 3, 5.0
+"""Intervals, and seconds at least, between the two readings of all beats: on a busy host a thread
+may have to wait for its turn."""
 
 
 class Watch:
@@ -56,6 +60,7 @@ class Watch:
         timeout_s, setup_timeout_s: see `TrainConfig`.
         tell: where the verdict goes, line by line.
         leave: ends the process.
+        pause_s: see `SECONDS_BETWEEN`.
     """
 
     def __init__(
@@ -66,19 +71,30 @@ class Watch:
         *,
         tell: Callable[[Sequence[str]], None] | None = None,
         leave: Callable[[int], object] = os._exit,
+        pause_s: float = SECONDS_BETWEEN,
     ) -> None:
         self._run = run
         self._timeout_s = timeout_s
         self._setup_timeout_s = max(timeout_s, setup_timeout_s)
         self._tell = tell or _tell_on_stderr
         self._leave = leave
+        self._pause_s = pause_s
         self._old = self._mark()
+        self._claimed_at: float | None = None
         self._told_at: float | None = None
         self._next_rank: tuple[float, float] | None = None
 
     @property
     def is_told(self) -> bool:
-        """Whether any rank of this start of the run has a verdict, or is about to."""
+        """Whether any rank of this start of the run has told a verdict."""
+        try:
+            return self._is_claimed and verdict_file(self._run).stat().st_size > 0
+        except OSError:  # withdrawn
+            return False
+
+    @property
+    def _is_claimed(self) -> bool:
+        """Whether any has told one, or is about to."""
         mark = self._mark()
         return mark is not None and mark != self._old
 
@@ -86,10 +102,12 @@ class Watch:
         """End this rank, if it is time."""
         if beat.world_size == 1:
             return
-        if self.is_told:
+        if self._is_claimed:
             self._follow(heart)
-        elif limit := self._broken_limit(heart, beat):
-            self._give_up(heart, limit)
+            return
+        self._claimed_at = None
+        if limit := self._broken_limit(heart, beat):
+            self._give_up(heart, beat, limit)
 
     def _broken_limit(self, heart: Heart, beat: Beat) -> str | None:
         """The key that says that the rank has waited too long; None: it hasn't."""
@@ -108,30 +126,33 @@ class Watch:
         """Whether the next rank has written nothing while this one could have seen it. By this
         rank's clock alone: those of hosts may differ."""
         found = read_beat(beat_file(self._run, (beat.rank + 1) % beat.world_size))
-        if found is None or found.end is not None:
-            return found is not None
+        if found is None or found.end is not None or found.time < beat.started:
+            return False  # gone, which its peers are told, or of a former start and yet to begin
         now = time.monotonic()
         if self._next_rank is None or self._next_rank[0] != found.time:
             self._next_rank = (found.time, now)
         return now - self._next_rank[1] > STALE_BEATS * beat.interval_s
 
-    def _give_up(self, heart: Heart, limit: str) -> None:
+    def _give_up(self, heart: Heart, beat: Beat, limit: str) -> None:
         if not self._claim():
             return
-        first = heart.beat()
         before = read_beats(self._run)
-        time.sleep(BEATS_BETWEEN * first.interval_s)
-        mine = heart.beat()
-        if (mine.doing.kind, mine.doing.since) != (first.doing.kind, first.doing.since):
-            self._withdraw()  # it has come through after all
-            return
+        between_s = max(BEATS_BETWEEN * beat.interval_s, self._pause_s)
+        until = time.monotonic() + between_s
+        mine = beat
+        while time.monotonic() < until:
+            time.sleep(SAMPLE_SECONDS)
+            mine = heart.beat()
+            if (mine.step, mine.doing.since) != (beat.step, beat.doing.since):
+                self._withdraw()  # it has come through after all
+                return
         verdict = judge(
             mine,
             before,
             read_beats(self._run),
             time.time(),
             limit=limit,
-            patience_s=min(self._timeout_s / 2, STALE_BEATS * mine.interval_s),
+            patience_s=min(self._timeout_s / 2, STALE_BEATS * mine.interval_s) + between_s / 2,
         )
         path = verdict_file(self._run)
         with contextlib.suppress(OSError):
@@ -143,9 +164,11 @@ class Watch:
     def _follow(self, heart: Heart) -> None:
         """End after the one that has told, at the latest."""
         now = time.monotonic()
-        if self._told_at is None:
+        self._claimed_at = self._claimed_at or now
+        if self._told_at is None and self.is_told:
             self._told_at = now
-        if now - self._told_at >= GRACE_S:
+        is_over = self._told_at is not None and now - self._told_at >= GRACE_S
+        if is_over or now - self._claimed_at >= CLAIM_S:
             line = f"another rank gave up waiting; {verdict_file(self._run)} says for whom"
             heart.end(End(LEFT_ALONE, PEER_LOST, time.time(), line))
             self._leave(PEER_LOST)

@@ -72,12 +72,6 @@ def test_a_stopped_rank_is_named_and_the_others_end(job):
     victim = beats(stopped)[2]
     assert (victim.coordinate.pp, victim.coordinate.tp) == (1, 0)
     os.kill(victim.pid, signal.SIGSTOP)
-    begun = time.monotonic()
-    others = [beat.pid for rank, beat in beats(stopped).items() if rank != 2]
-    while any(Path(f"/proc/{pid}/task").exists() for pid in others):
-        assert time.monotonic() - begun < TIMEOUT_S + 60
-        time.sleep(0.1)
-    os.kill(victim.pid, signal.SIGKILL)  # whoever started the ranks would, some time
     assert stopped.end().code != 0
     line = told(stopped)
     assert f", longer than train.timeout_seconds={TIMEOUT_S:g}: " in line
@@ -89,7 +83,10 @@ def test_a_stopped_rank_is_named_and_the_others_end(job):
 
 @pytest.mark.parametrize(
     ("fault", "placement", "place"),
-    [("hang in compute", TP2, "spin"), ("hang in read", DP2, "read_without_end")],
+    [
+        ("hang in compute", TP2, "spin"),
+        pytest.param("hang in read", DP2, "read_without_end", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_hangs_is_named_with_the_place_and_ends_too(
     job,

@@ -48,7 +48,9 @@ class Watched:
             write_whole(beat_file(run, rank), one.to_json())
         self.lines: list[str] = []
         self.codes: list[int] = []
-        self.watch = Watch(run, 5.0, 50.0, tell=self.lines.extend, leave=self.codes.append)
+        self.watch = Watch(
+            run, 5.0, 50.0, tell=self.lines.extend, leave=self.codes.append, pause_s=0.0
+        )
 
     def look(self, heart: StillHeart) -> None:
         self.watch.look(heart, heart.beat())
@@ -102,6 +104,17 @@ def test_one_rank_tells_and_the_others_end_after_a_while(tmp_path, monkeypatch):
     assert (watched.lines, watched.codes) == ([], [PEER_LOST])
 
 
+def test_a_claim_is_waited_for_until_its_rank_must_be_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_module, "GRACE_S", 0.0)
+    watched, heart = Watched(tmp_path), StillHeart(6.0)
+    verdict_file(tmp_path).touch()
+    watched.look(heart)
+    assert (watched.lines, watched.codes, watched.watch.is_told) == ([], [], False)
+    monkeypatch.setattr(watch_module, "CLAIM_S", 0.0)
+    watched.look(heart)
+    assert watched.codes == [PEER_LOST]
+
+
 def test_a_rank_that_hangs_ends_after_a_verdict_too(tmp_path, monkeypatch):
     monkeypatch.setattr(watch_module, "GRACE_S", 0.0)
     watched = Watched(tmp_path)
@@ -123,8 +136,8 @@ def test_the_verdict_of_a_former_start_is_none(tmp_path):
 
 def test_a_message_that_arrives_while_beats_are_read_saves_the_run(tmp_path):
     watched, heart = Watched(tmp_path), StillHeart(6.0)
-    late, on_its_way = heart.beat(), iter([heart.beat()])
-    heart.beat = lambda: next(on_its_way, replace(late, doing=Doing("computing", "f")))
+    late = heart.beat()
+    heart.beat = lambda: replace(late, doing=Doing("computing", "f"))
     watched.watch.look(heart, late)
     assert (watched.codes, watched.watch.is_told) == ([], False)
 
