@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -43,6 +44,7 @@ from megagrid.errors import GridError, MegagridError
 from megagrid.exit_codes import CRASHED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.start import check_devices
+from megagrid.health.beat import read_beats
 from megagrid.train.launch import BEGUN, Launch
 from megagrid.train.link import Link, first_word
 from megagrid.train.rounds import (
@@ -185,16 +187,20 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._link.word.round + 1
         pids = super()._start_workers(worker_group)
         workers = worker_group.workers
-        grid = placement(self._config, workers[0].world_size)
-        host = self._link.word.host
         self._watch = RankWatch(
             {w.global_rank: self._pcontext.subprocess_handlers[w.local_rank].proc for w in workers},
             {w.global_rank: self._pcontext.error_files[w.local_rank] for w in workers},
-            who=lambda rank: f"rank {rank} ({grid.coordinate(rank)}) on {host}",
+            beats=lambda: read_beats(Path(self._config.logging.run_dir)).values(),
+            who=partial(self._who, world_size=workers[0].world_size),
             patience=self._config.train.timeout_seconds,
         )
         self._begun = Path(self._pcontext.error_files[0]).with_name(BEGUN)
         return pids
+
+    def _who(self, rank: int, world_size: int) -> str:
+        """A rank that hasn't beaten yet, by the number that it was started with."""
+        coordinate = placement(self._config, world_size).coordinate(rank)
+        return f"rank {rank} ({coordinate}, {self._link.word.host})"
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks, and tell the loop what to do: HEALTHY, to go on; FAILED, to meet

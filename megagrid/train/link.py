@@ -11,7 +11,6 @@ counts its own looks between their passes: that time doesn't grow while the whol
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from megagrid.errors import GridError
+from megagrid.grid import bootstrap
 from megagrid.train.launch import Rendezvous
 from megagrid.train.rounds import GONE, Council, JobWord, NodeWord
 from megagrid.train.watch import LOOK_SECONDS
@@ -196,7 +196,7 @@ class Link:
 
 def first_word(ranks: int, run: str, **more: Any) -> NodeWord:
     """Of a launcher that starts `ranks` of `run`."""
-    return NodeWord(uuid.uuid4().hex, os.uname().nodename, ranks, run, **more)
+    return NodeWord(uuid.uuid4().hex, bootstrap.host_name(), ranks, run, **more)
 
 
 def _listen(where: Rendezvous) -> TCPStore:

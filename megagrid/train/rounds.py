@@ -41,7 +41,7 @@ class Failure:
     """How a rank ended that hasn't ended well.
 
     Attributes:
-        who: its number, coordinate and host.
+        who: its number, coordinate and host; "" where the text tells of it.
         code: exit code, or a signal's number below zero.
         at: when, in seconds since the epoch.
         text: the mistake that it has recorded, or what is known of its end.
@@ -363,7 +363,7 @@ class Council:
             failures,
             key=lambda f: (f.code != STOOD_STILL, f.code in (PEER_LOST, STOPPED), f.at),
         )
-        return f"{first.who} {first.text}"
+        return f"{first.who} {first.text}".strip()
 
     def _try_again(self, cause: str) -> None:
         restarts, most = self.job.restarts, self.terms.max_restarts

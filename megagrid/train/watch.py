@@ -11,12 +11,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megagrid.exit_codes import INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
 from megagrid.grid import bootstrap
+from megagrid.health.beat import Beat
 from megagrid.train.rounds import STOOD_STILL, Failure
 
 LOOK_SECONDS = 0.1
@@ -40,7 +41,9 @@ class RankWatch:
     Args:
         processes: by global rank; each leads a process group.
         error_files: where each of them records why it ends.
-        who: tells of a rank: number, coordinate, host.
+        beats: the last one of each rank of the run: by its process, a rank's own is found, whatever
+            number it goes by since the ranks have met.
+        who: of a rank that hasn't beaten yet: number, coordinate, host.
         patience: seconds that a rank may stand still, stopped by a signal.
         clock: seconds that don't go back.
 
@@ -52,6 +55,7 @@ class RankWatch:
         self,
         processes: Mapping[int, Process],
         error_files: Mapping[int, str],
+        beats: Callable[[], Iterable[Beat]],
         who: Callable[[int], str],
         patience: float,
         clock: Callable[[], float] = time.monotonic,
@@ -59,9 +63,11 @@ class RankWatch:
         self.failures: list[Failure] = []
         self._processes = dict(processes)
         self._error_files = error_files
+        self._beats = beats
         self._who = who
         self._patience = patience
         self._clock = clock
+        self._host = bootstrap.host_name()
         self._kills = bootstrap.out_of_memory_kills()
         self._left = dict(processes)
         self._deadline: float | None = None
@@ -120,7 +126,16 @@ class RankWatch:
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
     def _note(self, rank: int, code: int, text: str) -> None:
-        self.failures.append(Failure(rank, self._who(rank), code, time.time(), text))
+        beat = self._beat(rank)
+        who = beat.who if beat else self._who(rank)
+        if code == PEER_LOST and beat and beat.end and beat.end.line:
+            who, text = "", beat.end.line  # of whom it was waiting for, and what that one does
+        self.failures.append(Failure(rank, who, code, time.time(), text))
+
+    def _beat(self, rank: int) -> Beat | None:
+        """The last one of the very process."""
+        mine = self._processes[rank].pid, self._host
+        return next((beat for beat in self._beats() if (beat.pid, beat.host) == mine), None)
 
     def _is_news(self, rank: int, code: int) -> bool:
         """Whether an end that was asked for still tells something: a mistake, or a run saved."""

@@ -47,7 +47,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_run_goes_on_from_there(job, 
     ended = killed.end()
     assert ended.code == 1
     *alone, last = ended.err.splitlines()
-    assert last == f"error: rank 1 (pp1 dp0 cp0 tp0) on {os.uname().nodename} was ended by SIGKILL"
+    assert last == f"error: rank 1 (pp1 dp0 cp0 tp0, {os.uname().nodename}) was ended by SIGKILL"
     for line in alone:  # none if the launcher ends rank 0 before it has noticed
         assert line.startswith("rank 0 (pp0 dp0 cp0 tp0) lost a peer")
     assert "left\n" in ended.out

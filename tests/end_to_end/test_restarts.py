@@ -54,7 +54,7 @@ def test_ranks_go_on_from_the_newest_checkpoint_when_one_was(job, trainer, numbe
     }
     assert ended.code == 0
     assert ended.err.splitlines()[-1] == (
-        f"warning: rank 1 (pp1 dp0 cp0 tp0) on {HOST} {how[number]}; restart 1 of 2, on 2 ranks"
+        f"warning: rank 1 (pp1 dp0 cp0 tp0, {HOST}) {how[number]}; restart 1 of 2, on 2 ranks"
     )
     assert ended.out.count("resumed from") == 1
     assert_equal_to_an_undisturbed_run(restarted, trainer, PP2)
@@ -93,7 +93,7 @@ def test_two_nodes_go_on_together_when_a_rank_of_one_is_killed(job, trainer):
     first, second = end_all(nodes)
     assert (first.code, second.code) == (0, 0)
     assert first.err.splitlines()[-1].startswith(
-        f"warning: rank 1 (pp0 dp1 cp0 tp0) on {HOST} was ended by SIGKILL; restart 1 of 1"
+        f"warning: rank 1 (pp0 dp1 cp0 tp0, {HOST}) was ended by SIGKILL; restart 1 of 1"
     )
     assert_equal_to_an_undisturbed_run(nodes[0], trainer, DP2)
 

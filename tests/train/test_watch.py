@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from megagrid.errors import CheckpointError
+from megagrid.exit_codes import PEER_LOST
 from megagrid.grid import bootstrap
+from megagrid.grid.placement import Coordinate
+from megagrid.health.beat import COMPUTING, Beat, Doing, End
 from megagrid.train.launch import record_mistake
 from megagrid.train.rounds import STOOD_STILL
 from megagrid.train.watch import LOOK_SECONDS, LOOKS_AT_STATES, RankWatch
@@ -34,9 +37,11 @@ class Watched:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             self.processes.append(process)
         self.now = 0.0
+        self.beats: list[Beat] = []
         return RankWatch(
             dict(enumerate(self.processes)),
             {rank: str(self.folder / f"{rank}.json") for rank in range(len(commands))},
+            beats=lambda: self.beats,
             who=lambda rank: f"rank {rank}",
             patience=patience,
             clock=lambda: self.now,
@@ -89,6 +94,26 @@ def test_a_mistake_is_told_as_the_rank_has_recorded_it(watched):
         (0, 2, "the disk is full"),
         (1, 2, "rank 1 ended with exit code 2"),
     ]
+
+
+def test_a_rank_goes_by_the_number_that_it_beats_with_and_says_whom_it_waited_for(watched):
+    watch = watched.start(["sh", "-c", "kill -9 $$"], ["sh", "-c", "exit 3"])
+    where = dict(world_size=2, host=bootstrap.host_name(), device="cpu", interval_s=1.0, step=1)
+    when = dict(started=0.0, time=0.0, phase="training", phase_since=0.0)
+    doing = Doing(COMPUTING, "", since=0.0)
+    watched.beats = [
+        Beat(rank=1 - number, coordinate=Coordinate(0, 0, 0, 1 - number), pid=process.pid,
+             doing=doing, end=End("left alone", PEER_LOST, 0.0, "rank 0 waits for rank 1"),
+             **where, **when)
+        for number, process in enumerate(watched.processes)
+    ]  # fmt: skip
+    look_until(watch)
+    found = {failure.code: (failure.who, failure.text) for failure in watch.failures}
+    who = f"rank 1 (pp0 dp0 cp0 tp1, {bootstrap.host_name()})"
+    assert found == {
+        -9: (who, "was ended by SIGKILL"),
+        PEER_LOST: ("", "rank 0 waits for rank 1"),
+    }
 
 
 def test_ranks_that_do_not_end_when_asked_are_killed_after_a_while_and_are_no_reason(watched):
