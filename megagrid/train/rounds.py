@@ -183,6 +183,7 @@ class Council:
         self._has_begun = False
         self._grows = False
         self._agents: dict[int, str] = {}
+        self._causes: list[str] = []
 
     def hear(self, words: Mapping[int, NodeWord], lost: Collection[int]) -> JobWord:
         """Decide anew.
@@ -232,8 +233,8 @@ class Council:
                 return
             refusals.append(refusal)
         fewest = f"{len(ready)} of at least {self.terms.fewest} nodes are left"
-        news = f"{self.job.news}; but " if self.job.news else ""
-        self._decide(verdict=Verdict(CRASHED, news + (refusals[0] if refusals else fewest)))
+        reasons = [*self._causes[-1:], refusals[0] if refusals else fewest]
+        self._decide(verdict=Verdict(CRASHED, "; ".join(reasons)))
 
     def _objection(self, there: Mapping[int, NodeWord]) -> Verdict | None:
         """Why there won't be a round."""
@@ -366,6 +367,7 @@ class Council:
         return f"{first.who} {first.text}".strip()
 
     def _try_again(self, cause: str) -> None:
+        self._causes.append(cause)
         restarts, most = self.job.restarts, self.terms.max_restarts
         if restarts < most and self._has_begun:
             self._decide(
