@@ -147,11 +147,6 @@ def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvi
     )
 
 
-def host_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What this node is called, by SLURM where that has a name for it."""
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def _of_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
     """What RANK and the variables that go with it say."""
     world_size = _number(environ, "WORLD_SIZE")
