@@ -325,6 +325,7 @@ def _tell_jobs(numbers: Sequence[str], folder: Path, members: Sequence[Member]) 
     says = "_*" if len(members) > 1 else ""
     rows = {
         "script": folder / "job.sbatch",
+        "status": f"megagrid status {members[0].run_dir}",
         "state": f"squeue --job {','.join(numbers)}",
         "says": f"tail -F {folder / numbers[0]}{says}.out",
         "ranks say": f"{members[0].run_dir / JOBS / folder.name}/*/*.log",
