@@ -32,7 +32,7 @@ MOST_RANKS_PRICED = 2048
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid grid` takes."""
     add_recipe_arguments(parser)
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines (default 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="G", help="ranks on each machine")
     parser.add_argument(
         "--hosts", metavar="LIST", help="the machines by name, as node[01-03,07],gpu1"
@@ -93,12 +93,18 @@ def _nodes(arguments: argparse.Namespace, topology_file: str | None) -> list[Nod
             raise GridError("state --gpus-per-node G, or --hosts LIST with --tasks-per-node COUNTS")
         if topology_file is not None:
             raise GridError(f"topology file {topology_file} tells of nodes by name; state --hosts")
-        _check_size(arguments.nodes * arguments.gpus_per_node)
-        cluster = Cluster.uniform(arguments.nodes, arguments.gpus_per_node)
+        count = 1 if arguments.nodes is None else arguments.nodes
+        _check_size(count * arguments.gpus_per_node)
+        cluster = Cluster.uniform(count, arguments.gpus_per_node)
         return [cluster.node(rank) for rank in range(cluster.world_size)]
     if (arguments.gpus_per_node is None) == (arguments.tasks_per_node is None):
-        raise GridError("--hosts needs --tasks-per-node COUNTS, or --gpus-per-node G")
+        raise GridError("--hosts needs one of --tasks-per-node COUNTS and --gpus-per-node G")
     hosts = node_names(arguments.hosts)
+    if arguments.nodes not in (None, len(hosts)):
+        raise GridError(
+            f"--hosts {arguments.hosts} are {len(hosts)} nodes, --nodes says {arguments.nodes}; "
+            "leave it out"
+        )
     counts = tasks_per_node(arguments.tasks_per_node or str(arguments.gpus_per_node))
     if len(counts) == 1:
         counts *= len(hosts)

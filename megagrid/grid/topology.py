@@ -149,6 +149,7 @@ def load_topology(path: str) -> dict[str, tuple[str, ...]]:
         raise GridError(f"topology file {path} can't be read: {reason}") from None
     above: dict[str, str] = {}
     switch_of: dict[str, str] = {}
+    defined: set[str] = set()
     begun = ""
     for number, line in enumerate(text.splitlines(), 1):
         if line.endswith("\\"):  # goes on in the next
@@ -156,7 +157,7 @@ def load_topology(path: str) -> dict[str, tuple[str, ...]]:
             continue
         line, begun = begun + line, ""
         try:
-            _read_switch(line.partition("#")[0], above, switch_of)
+            _read_switch(line.partition("#")[0], above, switch_of, defined)
         except GridError as error:
             raise GridError(f"topology file {path} line {number}: {error}") from None
     if not switch_of:
@@ -164,7 +165,9 @@ def load_topology(path: str) -> dict[str, tuple[str, ...]]:
     return {node: _way(switch, above, path) for node, switch in switch_of.items()}
 
 
-def _read_switch(line: str, above: dict[str, str], switch_of: dict[str, str]) -> None:
+def _read_switch(
+    line: str, above: dict[str, str], switch_of: dict[str, str], defined: set[str]
+) -> None:
     """Note what a line tells: the switch above others, and that of nodes."""
     words = [word.partition("=") for word in line.split()]
     values = {key.lower(): value for key, _, value in words}
@@ -173,6 +176,9 @@ def _read_switch(line: str, above: dict[str, str], switch_of: dict[str, str]) ->
         if words and words[0][0].lower() not in ("blocksizes", "topologyparam"):
             raise GridError(f"{line.strip()!r} isn't like SwitchName=leaf1 Nodes=node[01-04]")
         return
+    if name in defined:
+        raise GridError(f"{name} has a line already; give each switch one, with all of its nodes")
+    defined.add(name)
     for switch in node_names(values["switches"]) if values.get("switches") else ():
         above.setdefault(switch, name)
     for node in node_names(values["nodes"]) if values.get("nodes") else ():

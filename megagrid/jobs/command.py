@@ -39,6 +39,28 @@ JOBS = "jobs"
 PASSED_ON = ("partition", "account", "qos", "time", "constraint")
 """Options that sbatch has too, by the same name."""
 
+MADE_HERE = {
+    "nodes": "--nodes",
+    "ntasks": "--ranks-per-node",
+    "ntasks-per-node": "--ranks-per-node",
+    "cpus-per-task": "--cpus-per-rank",
+    "gpus-per-node": "--gpus-per-node",
+    "time": "--time",
+    "signal": "--signal-seconds",
+    "requeue": "--requeue",
+    "no-requeue": "--no-requeue",
+    "array": "--array",
+    "dependency": "--chain",
+    "output": "logging.run_dir, where it lies",
+}
+"""Options of sbatch that something else is computed from or goes with, and what to state instead:
+stated past it, they would have a grid checked that isn't the one that runs."""
+
+MOST_SIGNAL_SECONDS = 65_535
+"""SLURM's own limit."""
+
+MAX_RESTARTS = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid submit` takes."""
@@ -60,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number(
         parser,
         "--max-restarts",
-        "of crashed ranks by the agents of --style nodes, before their job ends (3)",
-        default=3,
+        f"of crashed ranks by the agents of --style nodes, before their job ends ({MAX_RESTARTS})",
     )
     for name in PASSED_ON:
         parser.add_argument(f"--{name}", metavar=name.upper(), help="as of sbatch")
@@ -142,11 +163,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise GridError(
             "--chain and --array don't go together; submit each run's chain, or rely on --requeue"
         )
-    for name in ("signal_seconds", "max_restarts"):
-        if getattr(arguments, name) < 0:
-            raise GridError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0"
-            )
+    if not 0 <= arguments.signal_seconds <= MOST_SIGNAL_SECONDS:
+        raise GridError(
+            f"--signal-seconds {arguments.signal_seconds} must be from 0 to {MOST_SIGNAL_SECONDS}"
+        )
+    _check_restarts(arguments)
     if arguments.time is not None and sbatch.seconds(arguments.time) <= arguments.signal_seconds:
         raise GridError(
             f"--time {arguments.time} is over before --signal-seconds {arguments.signal_seconds}: "
@@ -156,6 +177,32 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for text in (*texts, *arguments.sbatch_option):
         if "\n" in text:
             raise GridError(f"{text!r} has more than one line; sbatch's options have one")
+    for text in arguments.sbatch_option:
+        _check_sbatch_option(text)
+
+
+def _check_restarts(arguments: argparse.Namespace) -> None:
+    restarts = arguments.max_restarts
+    if restarts is not None and restarts < 0:
+        raise GridError(f"--max-restarts {restarts} must be at least 0")
+    if restarts is not None and arguments.style != "nodes":
+        raise GridError(
+            f"--max-restarts {restarts} is of the agents of --style nodes; with --style ranks a "
+            "crash ends the job, and --requeue starts it again"
+        )
+
+
+def _check_sbatch_option(text: str) -> None:
+    name, _ = _sbatch_option(text)
+    if len(name) < 2 or (text.startswith("-") and not text.startswith("--")):
+        raise GridError(f"--sbatch-option {text!r} must name an option of sbatch in full")
+    if name in MADE_HERE:
+        raise GridError(f"--sbatch-option {text!r} is stated by {MADE_HERE[name]}")
+
+
+def _sbatch_option(text: str) -> Option:
+    name, equals, value = text.lstrip("-").partition("=")
+    return name.strip(), value if equals else None
 
 
 def _ranks_per_node(arguments: argparse.Namespace, config: Config) -> int:
@@ -241,7 +288,7 @@ def _job(
         options=tuple(_options(arguments, folder, len(members), ranks, requeue)),
         style=arguments.style,
         ranks_per_node=ranks,
-        restarts=arguments.max_restarts,
+        restarts=MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts,
         requeue=requeue,
         submission=folder.name,
         python=sys.executable,
@@ -274,10 +321,7 @@ def _options(
         options.append(("exclusive", None))
     if is_array:
         options.append(("array", f"0-{members - 1}"))
-    for text in arguments.sbatch_option:
-        name, equals, value = text.lstrip("-").partition("=")
-        options.append((name, value if equals else None))
-    return options
+    return options + [_sbatch_option(text) for text in arguments.sbatch_option]
 
 
 def _write(recipe: Path, folder: Path, text: str) -> None:

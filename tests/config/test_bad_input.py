@@ -712,7 +712,7 @@ NODE_0_OF_2 = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
         (["trian", "recipe.toml"], "did you mean train?"),
         (["grid", "recipe.toml", "--nodes", "2", "--gpus-per-node", "3", f"{TP}=2"], "tp group"),
         (["grid", "recipe.toml"], "state --gpus-per-node G, or --hosts LIST"),
-        (["grid", "recipe.toml", "--hosts", "a,b"], "--hosts needs --tasks-per-node"),
+        (["grid", "recipe.toml", "--hosts", "a,b"], "--hosts needs one of --tasks-per-node"),
         (["grid", "recipe.toml", "--hosts", "n[1-2", "--gpus-per-node", "1"], "node list 'n[1-2'"),
         (
             ["grid", "recipe.toml", "--hosts", "a,b", "--tasks-per-node", "1,2,1"],

@@ -238,6 +238,14 @@ def test_a_tp_group_across_unequal_nodes_is_refused_with_their_names(tmp_path, c
     assert "6 ranks = tp 2 x cp 1 x dp 3 x pp 1 (innermost first) on 2 nodes x 4,2" in out
 
 
+def test_hosts_that_contradict_their_number_are_refused(tmp_path, capsys):
+    command = ["grid", str(recipe.write(tmp_path)), "--hosts", "a,b", "--gpus-per-node", "2"]
+    assert main([*command, "--nodes", "3"]) == 2
+    assert "--hosts a,b are 2 nodes, --nodes says 3" in capsys.readouterr().err
+    assert main([*command, "--tasks-per-node", "2(x2)"]) == 2
+    assert "--hosts needs one of --tasks-per-node COUNTS and" in capsys.readouterr().err
+
+
 def test_a_map_that_no_screen_holds_is_refused(tmp_path, capsys):
     command = ["grid", str(recipe.write(tmp_path)), "--nodes", "9999999999"]
     assert main([*command, "--gpus-per-node", "8"]) == 2

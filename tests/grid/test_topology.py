@@ -50,8 +50,12 @@ def test_of_two_spines_above_a_leaf_the_first_counts(tmp_path):
         ("SwitchName=a Nodes=n[2-1]", "line 1: node list 'n[2-1]'"),
         ("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1", "line 2: n1 is on both a and b"),
         (
-            "SwitchName=a Nodes=n1\nSwitchName=b Switches=a\nSwitchName=a Switches=b",
-            "puts switch a below itself",
+            "SwitchName=a Nodes=n1\nSwitchName=b Switches=a,c\nSwitchName=c Switches=b",
+            "puts switch b below itself",
+        ),
+        (
+            "SwitchName=a Nodes=n[1,3]\nSwitchName=a Nodes=n[2,4]",
+            "line 2: a has a line already",
         ),
     ],
 )

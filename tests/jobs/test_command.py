@@ -135,6 +135,12 @@ MISTAKES = [
     ("--nodes 0", "--nodes 0 must be at least 1"),
     ("--nodes 2 --gpus-per-node -1", "--gpus-per-node -1 must be at least 1"),
     ("--nodes 3", "2 ranks can't be divided over --nodes 3"),
+    ("--nodes 1 --sbatch-option nodes=5", "'nodes=5' is stated by --nodes"),
+    ("--nodes 1 --sbatch-option signal=USR2@1", "'signal=USR2@1' is stated by --signal-seconds"),
+    ("--nodes 1 --sbatch-option=-N5", "must name an option of sbatch in full"),
+    ("--nodes 1 --sbatch-option =x", "'=x' must name an option of sbatch in full"),
+    ("--nodes 1 --signal-seconds 100000", "--signal-seconds 100000 must be from 0 to 65535"),
+    ("--nodes 1 --max-restarts 5", "--max-restarts 5 is of the agents of --style nodes"),
     ("--nodes 2 --ranks-per-node 3", "choose 6 or 9"),
     ("--nodes 2 --ranks-per-node 1", "puts tp group {0,1} on nodes 0 and 1"),
     (
@@ -151,7 +157,7 @@ MISTAKES = [
     ("--nodes 1 --chain 0", "--chain 0 must be at least 1"),
     ("--nodes 1 --time tomorrow", "--time tomorrow is no time"),
     ("--nodes 1 --time 5", "--time 5 is over before --signal-seconds 300"),
-    ("--nodes 1 --signal-seconds -1", "--signal-seconds -1 must be at least 0"),
+    ("--nodes 1 --signal-seconds -1", "--signal-seconds -1 must be from 0 to"),
     ("--nodes 1 --style threads", "invalid choice: 'threads'"),
 ]
 
