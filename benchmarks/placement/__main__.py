@@ -331,6 +331,8 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         for order, key in ORDERS.items():
             lines.append(_row(outcome, order, key))
     lines += ["", *(_agreement(outcome) for outcome in outcomes)]
+    loads = [turn.load_average for outcome in outcomes for turn in outcome.turns]
+    lines.append(f"Load of the machine before each turn: {min(loads):.1f} to {max(loads):.1f}.")
     return "\n".join(lines) + "\n"
 
 
