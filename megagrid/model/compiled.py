@@ -16,8 +16,12 @@ region that is to be recomputed (`megagrid.nn.recompute`) it keeps what is kept 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from megagrid.model.decoder import DecoderStage
+import torch
+
+from megagrid.model.decoder import Block, DecoderStage
+from megagrid.nn.split_backward import LateWeightGradients
 
 
 def compile_blocks(stage: DecoderStage, backend: str) -> None:
@@ -31,6 +35,22 @@ def compile_blocks(stage: DecoderStage, backend: str) -> None:
         # A break in the graph is an error rather than a slow path that nobody sees. Shapes are the
         # same in every call of a run.
         block.compile(backend=backend, fullgraph=True, dynamic=False)
+
+
+def put_off_by_slots(blocks: Iterable[Block], late: LateWeightGradients) -> None:
+    """Have the backward of compiled `blocks` put weight gradients off to `late`."""
+
+    @torch.compiler.disable
+    def lend(block: Block, inputs: tuple) -> tuple | None:
+        if not torch.is_grad_enabled():
+            return None
+        s, b, _ = inputs[0].shape
+        tokens = (s * (block.axes.tp.size if block.axes.sequence_parallel else 1), b)
+        return *inputs, late.slots([layer.weight for layer in block.products], tokens)
+
+    for block in blocks:
+        # Outside of what is compiled, and after that of fully_shard, so that weights are whole.
+        block.register_forward_pre_hook(lend)
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:

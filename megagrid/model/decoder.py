@@ -13,7 +13,7 @@ GPT and Llama differ in the rows of `Architecture`, nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ from megagrid.nn.norm import LayerNorm, RMSNorm
 from megagrid.nn.offload import HostedForward, Lane
 from megagrid.nn.recompute import Recomputing, set_regions
 from megagrid.nn.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling, rotation
-from megagrid.nn.split_backward import LateWeightGradients, linear
+from megagrid.nn.split_backward import LateWeightGradients, Slot, linear
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,33 @@ class Block(Recomputing):
         )
         self.mlp_norm = architecture.norm("mlp_norm", model.hidden_size, axes.tp, **norm)
         self.mlp = architecture.mlp(model.hidden_size, model.ffn_hidden_size, axes.tp, **linear)
+        self.products = [layer for layer in self.modules() if isinstance(layer, SplitBackward)]
 
-    def forward(self, x: Tensor, context: Context, dropout_keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context: Context,
+        dropout_keys: Tensor | None,
+        slots: Sequence[Slot] | None = None,
+    ) -> Tensor:
         """
         Args:
             dropout_keys: (3, b), of the places in `DROPS`; None switches dropout off.
+            slots: of `products`, if their weights' gradients are put off and this is compiled.
         """
+        if slots is not None:
+            self._lend(slots)
         of_probabilities, of_attention, of_mlp = (
             (None, None, None) if dropout_keys is None else dropout_keys.unbind()
         )
         x, branch = self.region(self._to_last_product, x, context, of_probabilities, of_attention)
+        if slots is not None:
+            self._lend([None] * len(slots))
         return x + dropout(branch, self.dropout, of_mlp, context.places)
+
+    def _lend(self, slots: Sequence[Slot | None]) -> None:
+        for layer, slot in zip(self.products, slots, strict=True):
+            layer.slot = slot
 
     def _to_last_product(
         self,

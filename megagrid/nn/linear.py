@@ -25,7 +25,7 @@ from megagrid.grid.grid import Axis
 from megagrid.nn.float8 import Multiply
 from megagrid.nn.init import ZEROS, Init
 from megagrid.nn.layout import Box, Layout, Piece
-from megagrid.nn.split_backward import LateWeightGradients, linear
+from megagrid.nn.split_backward import LateWeightGradients, Slot, linear
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,12 @@ class SplitBackward(nn.Module):
     Attributes:
         late: where to; None: backward computes it at once.
         multiply: what makes products, see `linear`.
+        slot: what it is put off by, of the forward that is being compiled.
     """
 
     late: LateWeightGradients | None = None
     multiply: Multiply | None = None
+    slot: Slot | None = None
 
 
 class ColumnParallelLinear(SplitBackward):
@@ -123,7 +125,7 @@ class ColumnParallelLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         x = regions.enter(x, self.axis, sequence_parallel=self.sequence_parallel)
-        return linear(x, self.weight, self.bias, self.late, self.multiply)
+        return linear(x, self.weight, self.bias, self.late, self.multiply, self.slot)
 
 
 class RowParallelLinear(SplitBackward):
@@ -168,7 +170,7 @@ class RowParallelLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return linear(x, self.weight, self.bias, self.late, self.multiply)
-        y = linear(x, self.weight, None, self.late, self.multiply)
+            return linear(x, self.weight, self.bias, self.late, self.multiply, self.slot)
+        y = linear(x, self.weight, None, self.late, self.multiply, self.slot)
         y = regions.leave(y, self.axis, sequence_parallel=self.sequence_parallel)
         return y if self.bias is None else y + self.bias

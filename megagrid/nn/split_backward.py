@@ -6,11 +6,15 @@
 (Qi et al. 2023, arXiv 2401.10241, section 2.) Between the two only x and dy are kept; everything
 else of the layer's block is freed by I. Norms, biases and embeddings get their gradients in I: they
 cost little.
+
+What a compiler makes of a block has one backward, which puts nothing anywhere; but it returns
+gradients of the block's inputs. So the block is given two more for each product, its `Slot`, whose
+values it never reads, and whose gradients are x and dy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megagrid.nn.float8 import Multiply
+
+Slot = tuple[Tensor, Tensor]
+"""Shaped as a product's x and y."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,14 @@ class LateWeightGradients:
         for late in self._late:
             yield from (late.x, late.grad)
 
+    def slots(self, weights: Sequence[Tensor], tokens: tuple[int, ...]) -> list[Slot]:
+        """For products of tensors (*tokens, in) with `weights`, whose gradients are put off to here
+        once backward has found those of the slots."""
+        anchor = weights[0].new_zeros(()).requires_grad_()
+        shapes = [(*tokens, extent) for weight in weights for extent in weight.shape[::-1]]
+        slots = _Slots.apply(anchor, shapes, self, weights)
+        return list(zip(slots[::2], slots[1::2], strict=True))
+
     @torch.no_grad()
     def compute(self) -> None:
         """Add what was put off to the weights' gradients, and let go of it layer by layer."""
@@ -60,6 +75,41 @@ class LateWeightGradients:
                 late.weight.grad = late.grad.t() @ late.x
             else:
                 late.weight.grad.addmm_(late.grad.t(), late.x)
+
+
+class _Slots(torch.autograd.Function):
+    """Tensors without memory of their own, of which nothing but the gradients matters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        late: LateWeightGradients,
+        weights: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        ctx.late, ctx.weights = late, weights
+        return tuple(anchor.detach().expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *found: Tensor) -> tuple[None, ...]:
+        for weight, x, grad in zip(ctx.weights, found[::2], found[1::2], strict=True):
+            ctx.late.put(weight, x, grad)
+        return None, None, None, None
+
+
+class _PutOff(torch.autograd.Function):
+    """A product whose backward hands over to a slot what the weight's gradient is made from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, None, x, grad
 
 
 class _Keep(torch.autograd.Function):
@@ -101,6 +151,7 @@ def linear(
     bias: Tensor | None,
     late: LateWeightGradients | None,
     multiply: Multiply | None = None,
+    slot: Slot | None = None,
 ) -> Tensor:
     """x W^T + b: (…, in) -> (…, out).
 
@@ -110,12 +161,16 @@ def linear(
     Args:
         late: where the weight's gradient is put off to; None: backward computes it at once.
         multiply: what makes x W^T, and its gradients at once; None: torch.
+        slot: what the weight's gradient is put off by, compiled.
     """
     if multiply is not None:
         y = multiply(x, weight)
         return y if bias is None else y + bias
     if late is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        y = _PutOff.apply(x, weight.detach(), *slot)
+        return y if bias is None else y + bias
     product = _Product(late)
     y = F.linear(_Keep.apply(x, weight, product), weight.detach(), bias)
     y.register_hook(product.take)

@@ -34,19 +34,13 @@ def training_program(config: Config, placement: Placement) -> Program:
 
     Raises:
         ScheduleError: the schedule can't run; says why, and draws it.
-        ConfigError: see `training_schedule`; or blocks that shall be compiled can't run it.
+        ConfigError: see `training_schedule`.
     """
     schedule = training_schedule(config, placement)
     with _naming(_key(config)):
         if isinstance(schedule, Schedule):
             schedule = lower(schedule, tied=is_tied_over_stages(config))
         verify(schedule)
-    if config.train.compile and any(map(schedule.splits_backward, range(placement.pp))):
-        raise ConfigError(
-            f"{_key(config)} puts weight gradients off, which train.compile=true can't: what is "
-            'compiled has one backward; choose parallel.pipeline_schedule="1F1B" or '
-            "train.compile=false"
-        )
     return schedule
 
 

@@ -21,7 +21,7 @@ from megagrid.data_parallel.sharding import (
 from megagrid.grid.grid import Axis, Grid
 from megagrid.grid.placement import Placement
 from megagrid.grid.start import grid_of
-from megagrid.model.compiled import compile_blocks
+from megagrid.model.compiled import compile_blocks, put_off_by_slots
 from megagrid.model.decoder import DecoderStage, ModelAxes, StageShare
 from megagrid.model.width import width_scaling
 from megagrid.model.zoo import build_stage
@@ -182,6 +182,8 @@ def _build(
     if config.train.float8 != "off":
         module.multiply_by(float8_multiply(config.train.float8, grid.device))
     late = module.put_off_weight_gradients() if is_split else None
+    if late is not None and config.train.compile:
+        put_off_by_slots(module.layers.values(), late)
     gathered: list[list[ParameterShard]] = []
     if spread.splits_states_alone:
         updated = parameter_shards(module, spread.of_states, cut=True)

@@ -549,11 +549,6 @@ MISTAKES = {
         "train.device=mps",
         told=('train.precision="fp64"', 'train.device="mps"', 'or train.device="cpu"'),
     ),
-    "compiled blocks whose weight gradients are put off": override(
-        "train.compile=true",
-        "parallel.pipeline_schedule=ZB1P",
-        told=('parallel.pipeline_schedule="ZB1P"', "train.compile=true", 'set it to "1F1B" or'),
-    ),
     "a z-loss beyond all sense": override(
         "train.z_loss=1e300", told=("train.z_loss=1e+300", "less than or equal to 1")
     ),

@@ -13,7 +13,16 @@ from torch._dynamo.utils import counters
 from megagrid.grid.placement import Placement
 from megagrid.train.build import Engine
 from megagrid.train.step import evaluate
-from tests.equivalence.case import SP, Case, Keys, Variant, exchange, strategy
+from tests.equivalence.case import (
+    SP,
+    TIED,
+    Case,
+    Keys,
+    Variant,
+    exchange,
+    schedule,
+    strategy,
+)
 from tests.equivalence.test_recompute import assert_same_bits
 from tests.equivalence.trainer import batches_of
 
@@ -23,6 +32,7 @@ DOCUMENTS = LLAMA.having(("data.document_mask", True))
 COMPILED: Keys = (("train.compile", True),)
 TRACED: Keys = (*COMPILED, ("train.compile_backend", "aot_eager"))
 """Traced as for inductor, which takes longer to make code."""
+ZBV: Keys = (schedule("ZBV"), ("parallel.virtual_pipeline_size", 2))
 EXCHANGES = ("all_gather", "ring", "ulysses")
 RECOMPUTED = ("memory.recompute", "full")
 OFFLOAD = ("memory.activation_offload", True)
@@ -80,6 +90,15 @@ CASES = {
         case(LLAMA, Placement(tp=2), SP, RECOMPUTED),
         case(GPT, Placement(tp=2), RECOMPUTED),
     ],
+    "split backward": [
+        case(LLAMA, Placement(pp=2), schedule("ZB1P")),
+        case(GPT.having(TIED), Placement(pp=2), *ZBV, SELECTIVE),
+    ],
+    "split backward and another axis": [
+        case(LLAMA, Placement(tp=2, pp=2), schedule("ZB1P"), SP, SELECTIVE),
+        case(LLAMA, Placement(pp=2, dp=2), schedule("ZB1P"), RECOMPUTED),
+        case(DOCUMENTS, Placement(pp=2, cp=2), *ZBV, exchange("ring")),
+    ],
     "selective": [
         case(GPT, Placement(tp=2), SELECTIVE),
         case(LLAMA, Placement(tp=2), SP, SELECTIVE),
@@ -101,7 +120,7 @@ def test_compiled_blocks_change_nothing_and_are_one_graph(equivalence, cases):
     ("variant", "placement", "keys"),
     [
         (GPT, Placement(tp=2), (SP,)),
-        (LLAMA, Placement(pp=2), ()),
+        (LLAMA, Placement(pp=2), (schedule("ZB1P"),)),
         (LLAMA, Placement(dp=2), (RECOMPUTED, ("parallel.blocks_per_unit", 2))),
         (DOCUMENTS, Placement(cp=2), (exchange("ring"), SELECTIVE)),
     ],
@@ -122,8 +141,9 @@ def test_what_compiled_layers_keep_on_the_host_changes_no_bit(
         (GPT, Placement(tp=2), (SP, SELECTIVE)),
         (LLAMA, Placement(dp=2), ()),
         (DOCUMENTS, Placement(cp=2), (exchange("ring"),)),
+        (LLAMA, Placement(pp=2), (schedule("ZB1P"), RECOMPUTED)),
     ],
-    ids=["gpt-tp2-sp-selective", "llama-dp2", "documents-cp2-ring"],
+    ids=["gpt-tp2-sp-selective", "llama-dp2", "documents-cp2-ring", "llama-pp2-zb"],
 )
 def test_generated_code_changes_nothing(equivalence, variant, placement, keys):
     """Among it the masks of dropout, whose integers overflow."""

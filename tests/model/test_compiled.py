@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megagrid.grid.placement import Placement
-from megagrid.model.compiled import compile_blocks
+from megagrid.model.compiled import compile_blocks, put_off_by_slots
 from megagrid.model.decoder import Block
 from megagrid.nn.context import Context
 from megagrid.nn.offload import HostedForward, Lane
+from megagrid.nn.split_backward import LateWeightGradients
 from megagrid.train.build import build_whole_model
 from tests.nn.test_recompute import Operations
 from tests.plan.test_comm import run
@@ -44,6 +45,7 @@ class Built:
 
 
 def build(backend: str | None, family: str, kind: str, *, in_documents: bool = False) -> Built:
+    torch.manual_seed(1)
     config = run(Placement(), family, model__max_seq_length=S)
     stage = build_whole_model(config.model, torch.float32, CPU)
     for parameter in stage.parameters():
@@ -103,6 +105,36 @@ def test_a_compiled_layer_keeps_no_more_and_repeats_no_more(ranks, family, kind,
     assert kept <= kept_uncompiled + (0 if kind == "none" else RANDOM_STATE)
     products = [calls["mm"] + calls["addmm"] for calls in (computed, computed_uncompiled)]
     assert products[0] == products[1] == (11 if kind == "full" else 8)
+
+
+def kept_for_later(backend: str | None) -> tuple[int, list[Tensor]]:
+    """Bytes of which weight gradients are made once backward is through, and the gradients."""
+    built = build(backend, "llama", "none")
+    late = LateWeightGradients()
+    for product in built.layer.products:
+        product.late = late
+    if backend is not None:
+        put_off_by_slots([built.layer], late)
+    y = built.forward()
+    y.backward(torch.ones_like(y))
+    weights = [product.weight for product in built.layer.products]
+    assert all(weight.grad is None for weight in weights)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in late.kept()}
+    late.take().compute()
+    return sum(storages.values()), [weight.grad for weight in weights]
+
+
+def kept_for_later_either_way() -> list[tuple[int, list[Tensor]]]:
+    return [kept_for_later(backend) for backend in ("aot_eager", None)]
+
+
+def test_a_compiled_backward_puts_off_weight_gradients_and_keeps_no_more(ranks):
+    (((compiled, found), (uncompiled, expected)),) = ranks.run(
+        kept_for_later_either_way, world_size=1
+    )
+    assert compiled <= uncompiled
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def left_on_the_device(kind: str) -> tuple[int, int, int]:

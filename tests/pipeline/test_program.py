@@ -40,19 +40,6 @@ def test_a_program_is_the_named_schedule_lowered(tmp_path):
     assert tied == lower(generate("ZBV", 2, 8), tied=True)
 
 
-@pytest.mark.parametrize("is_file", [False, True])
-def test_blocks_that_are_compiled_have_one_backward(tmp_path, is_file):
-    told = "puts weight gradients off, which train.compile=true can't.*train.compile=false"
-    with pytest.raises(ConfigError, match=told) as refused:
-        if is_file:
-            from_file(tmp_path, generate("ZB1P", 2, 8), "train.compile=true")
-        else:
-            program(tmp_path, "parallel.pipeline_schedule=ZB1P", "train.compile=true")
-    key = "pipeline_schedule_file=" if is_file else 'pipeline_schedule="ZB1P"'
-    assert str(refused.value).startswith(f"parallel.{key}")
-    program(tmp_path, "train.compile=true")
-
-
 def test_microbatches_are_those_of_one_data_parallel_rank(tmp_path):
     keys = ["parallel.data_parallel_size=2", "train.micro_batch_size=2"]
     assert program(tmp_path, *keys) == lower(generate("1F1B", 2, 2))

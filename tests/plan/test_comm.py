@@ -242,6 +242,7 @@ CASES = [
     Case(cp=2, tp=2, keys=exchange("ring") | SP | COMPILED),
     Case(tp=2, family="gpt", keys=COMPILED | DROPOUT | recompute("selective")),
     Case(tp=2, keys=COMPILED | SP | recompute("selective")),
+    Case(tp=2, pp=2, keys=SP | COMPILED | schedule("ZB1P") | recompute("selective")),
     Case(cp=2, keys=exchange("ulysses") | COMPILED | recompute("selective")),
 ]
 

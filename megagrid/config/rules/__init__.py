@@ -37,7 +37,6 @@ from megagrid.config.rules.pipeline import (
     schedule_fits_the_chunks,
 )
 from megagrid.config.rules.precision import (
-    compiled_blocks_are_whole_and_alone,
     float8_is_for_bf16,
     float8_multiplies_sixteens,
     guard_fills_its_window,
@@ -131,7 +130,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
     width_scaling_is_adams,
     optimizer_reads_its_keys,
     device_computes_the_precision,
-    compiled_blocks_are_whole_and_alone,
     recompute_interval_is_of_whole_layers,
     moments_can_be_rounded,
     float8_is_for_bf16,

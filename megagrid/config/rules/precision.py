@@ -115,21 +115,6 @@ def rollback_has_checkpoints(config: Config) -> None:
             )
 
 
-def compiled_blocks_are_whole_and_alone(config: Config) -> None:
-    """What reaches into a block isn't traced with it."""
-    schedule = config.parallel.pipeline_schedule
-    is_of_file = config.parallel.pipeline_schedule_file is not None
-    puts_off = schedule in PUT_OFF_WEIGHTS and not is_of_file
-    for key, is_asked_for, remedy in (
-        (f'parallel.pipeline_schedule="{schedule}"', puts_off, '"1F1B" or "Interleaved1F1B"'),
-    ):
-        if config.train.compile and is_asked_for:
-            raise ConfigError(
-                f"{key} doesn't go with train.compile=true; set it to {remedy}, or "
-                "train.compile=false"
-            )
-
-
 def guard_fills_its_window(config: Config) -> None:
     """Until it has seen as many steps, it takes none for a spike."""
     guard, steps = config.guard, config.train.total_steps
