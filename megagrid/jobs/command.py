@@ -138,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         for overrides, config in runs
     )
     text = script(_job(arguments, folder, members, ranks))
+    if not arguments.dry_run:
+        sbatch.check_is_here()
     _tell_grid(runs[0][1], grid, arguments, sys.stderr if arguments.dry_run else sys.stdout)
     if arguments.dry_run:
         print(text, end="")

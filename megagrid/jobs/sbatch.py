@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,20 +16,26 @@ _TIME = re.compile(
 )
 
 
+def check_is_here() -> None:
+    """
+    Raises:
+        GridError: there is no sbatch on this machine.
+    """
+    if shutil.which("sbatch") is None:
+        raise GridError(
+            "sbatch isn't on PATH; submit on a machine of the cluster's, or look at the script "
+            "with --dry-run"
+        )
+
+
 def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submit a script; the job's number.
 
     Raises:
-        GridError: there is no sbatch here, or it refuses.
+        GridError: sbatch refuses it.
     """
     command = ["sbatch", "--parsable", *options, str(script)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise GridError(
-            "sbatch isn't on PATH; submit on a machine of the cluster's, or look at the script "
-            "with --dry-run"
-        ) from None
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split())
         raise GridError(f"sbatch refuses {script}: {said.removeprefix('sbatch: error: ')}")

@@ -59,10 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nnodes",
-        default="1",
         metavar="N|MIN:MAX",
         help="nodes of the job, on each of which the same is started; with MIN it goes on with so "
-        "few when others are lost",
+        "few when others are lost; 1 unless stated",
     )
     add("--node-rank", type=int, metavar="I", help="number of this node, 0 to N-1")
     add(
@@ -84,7 +83,13 @@ def from_arguments(arguments: argparse.Namespace) -> Nodes:
     Raises:
         GridError: naming the option that is missing or can't be.
     """
-    fewest, most = _counts(arguments.nnodes)
+    if arguments.nnodes is None:
+        # Each node would begin the whole run by itself.
+        for name in ("node_rank", "rendezvous"):
+            if getattr(arguments, name) is not None:
+                stated = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+                raise GridError(f"{stated} is of a job of several nodes; state --nnodes too")
+    fewest, most = _counts(arguments.nnodes or "1")
     if arguments.nproc is not None and arguments.nproc < 1:
         raise GridError(f"--nproc-per-node {arguments.nproc} starts no ranks; choose at least 1")
     if arguments.max_restarts < 0:

@@ -199,6 +199,7 @@ def test_without_slurm_it_says_where_to_submit(submit, monkeypatch):
     ended = submit("--nodes", "1")
     assert ended.code == 2
     assert ended.err.startswith("error: sbatch isn't on PATH; submit on a machine of the cluster's")
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,17 @@ def test_each_node_starts_its_share_of_the_grid(tmp_path, launched):
     assert Launch.from_json(launch.to_json()) == launch
 
 
+@pytest.mark.parametrize("alone", [TWO_NODES[2:4], TWO_NODES[4:]])
+def test_a_node_of_a_job_of_unknown_size_does_not_begin_the_run_by_itself(
+    tmp_path, launched, capsys, alone
+):
+    assert main(["train", str(recipe.write(tmp_path)), TP2, *alone]) == 2
+    assert f"{' '.join(alone)} is of a job of several nodes" in capsys.readouterr().err
+    assert launched == []
+    assert main(["train", str(recipe.write(tmp_path)), TP2, "--nnodes", "1", *alone]) == 0
+    assert len(launched) == 1
+
+
 def test_a_node_tells_the_others_of_its_mistake(tmp_path, launched):
     arguments = [str(recipe.write(tmp_path)), 'data.paths=["nowhere"]', "--nproc", "1", *TWO_NODES]
     assert main(["train", *arguments]) == 2
