@@ -5,6 +5,7 @@ Row E6 of the faults that other trainers have had.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,8 +45,12 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 def faulty(ranks: int) -> str:
     """What starts `ranks`, one of which has a fault."""
-    torchrun = "torch.distributed.run --standalone --nproc-per-node"
-    return f"{torchrun} {ranks} -m tests.end_to_end.faulty"
+    return torchrun(ranks, "tests.end_to_end.faulty")
+
+
+def torchrun(ranks: int, module: str) -> str:
+    """What starts `ranks` that run a module."""
+    return f"torch.distributed.run --standalone --nproc-per-node {ranks} -m {module}"
 
 
 def beats(run: Job) -> dict[int, Beat]:
@@ -67,11 +72,15 @@ def told(run: Job) -> str:
 
 
 def test_a_stopped_rank_is_named_and_the_others_end(job):
-    stopped = job(TP2PP2, ENDLESS).start("checkpoint.seconds_to_stop=2")
+    """Under torchrun, which takes no notice; megagrid's own launcher looks for such ranks itself."""
+    stopped = job(TP2PP2, ENDLESS, starter=torchrun(4, "megagrid")).start()
     stopped.wait_for_step(2)
     victim = beats(stopped)[2]
     assert (victim.coordinate.pp, victim.coordinate.tp) == (1, 0)
     os.kill(victim.pid, signal.SIGSTOP)
+    stopped.wait_until(lambda: any(beat.end for beat in beats(stopped).values()))
+    with contextlib.suppress(ProcessLookupError):  # torchrun would, half a minute later
+        os.kill(victim.pid, signal.SIGKILL)
     assert stopped.end().code != 0
     line = told(stopped)
     assert f", longer than train.timeout_seconds={TIMEOUT_S:g}: " in line
