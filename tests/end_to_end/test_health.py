@@ -72,7 +72,7 @@ def told(run: Job) -> str:
 
 
 def test_a_stopped_rank_is_named_and_the_others_end(job):
-    """Under torchrun, which takes no notice; megagrid's own launcher looks for such ranks itself."""
+    """Under torchrun, which takes no notice; megagrid's launcher looks for such ranks itself."""
     stopped = job(TP2PP2, ENDLESS, starter=torchrun(4, "megagrid")).start()
     stopped.wait_for_step(2)
     victim = beats(stopped)[2]
