@@ -87,9 +87,13 @@ class Link:
         """Count one of the launcher's looks, `LOOK_SECONDS` apart."""
         self._silent_looks = self._silent_looks + 1 if self._passes == self._seen else 0
         self._seen = self._passes
-        if self._passes and self._silent_looks * LOOK_SECONDS > SILENCE_SECONDS:
+        silent = self._silent_looks * LOOK_SECONDS
+        if self._passes and silent > SILENCE_SECONDS:
             self.lost = f"node 0 ({self.where}) is gone: nothing has come from it for "
             self.lost += f"{SILENCE_SECONDS:g} s"
+        elif not self._passes and silent > self._patience.total_seconds() + SILENCE_SECONDS:
+            # torch waits without end for the first answer of a program that listens and is silent.
+            self.lost = self._unreached()
 
     def close(self, seconds: float = SILENCE_SECONDS, *, everyone: bool = False) -> None:
         """Say goodbye, and let the others hear the last word.
@@ -138,8 +142,11 @@ class Link:
             return str(error)
         if self._passes:
             return f"node 0 ({self.where}) is gone: its launcher has closed the connection"
+        return self._unreached()
+
+    def _unreached(self) -> str:
         return (
-            f"node 0 can't be reached at --rendezvous {self.where}: nobody listened there for "
+            f"node 0 can't be reached at --rendezvous {self.where}: no launcher answered there for "
             f"{self._patience.total_seconds():g} s; start `megagrid train --node-rank 0` there"
         )
 

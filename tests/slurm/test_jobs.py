@@ -56,7 +56,7 @@ def test_a_step_of_two_in_a_job_of_eight_has_two_ranks(cluster, recipe, trainer)
         cluster.sbatch(
             path := recipe(placement, name=f"job{index}"),
             *("--nodes=1", "--ntasks=4", "--nodelist=mgtest01"),
-            f"--wrap=srun --ntasks=2 {cluster.python} -m megagrid train {path}",
+            f"--wrap=srun --ntasks=2 env SLURM_NTASKS=8 {cluster.python} -m megagrid train {path}",
         )
         for index, placement in enumerate((DP2, PP2))
     ]
