@@ -92,6 +92,7 @@ up() {
     [[ -z $(ip -o addr show to "$network.0/24") ]] ||
         fail "this machine is on HOSTS_NETWORK=$network already; state another"
     local number leaf leaves=1
+    trap down EXIT # all or nothing, such as under a rate that is none
     [[ -z $spine ]] || leaves=$(((count + per_leaf - 1) / per_leaf))
     for ((leaf = 1; leaf <= leaves; leaf++)); do make_leaf "$leaf"; done
     ip addr add "$network.254/24" dev "$prefix-leaf1"
@@ -100,6 +101,7 @@ up() {
         [[ -z $spine ]] || leaf=$(((number - 1) / per_leaf + 1))
         make_host "$number" "$prefix-leaf$leaf"
     done
+    trap - EXIT
     list
 }
 

@@ -52,6 +52,7 @@ MADE_HERE = {
     "array": "--array",
     "dependency": "--chain",
     "output": "logging.run_dir, where it lies",
+    "chdir": "the folder that it is submitted from",
 }
 """Options of sbatch that something else is computed from or goes with, and what to state instead:
 stated past it, they would have a grid checked that isn't the one that runs."""

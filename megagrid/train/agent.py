@@ -255,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(launch: Launch, signals: Signals) -> Verdict:
-    """Its text is left to the first node, unless this one knows better.
+    """What this node ends with.
 
     Raises:
         GridError: the nodes can't meet as they were told to.
@@ -284,7 +284,9 @@ def _run(launch: Launch, signals: Signals) -> Verdict:
     if verdict is None:
         number = link.word.signal
         return Verdict(CRASHED, link.lost) if link.lost else Verdict(128 + number)
-    return verdict if launch.node == 0 else Verdict(verdict.code)
+    if launch.node == 0 or not verdict.text:
+        return verdict
+    return Verdict(verdict.code, f"node 0 has ended the job: {verdict.text}")
 
 
 def _work(launch: Launch, link: Link, signals: Signals, config: Config) -> None:

@@ -72,7 +72,8 @@ def test_a_mistake_is_made_once_however_often_it_could_be(job):
     assert (first.code, second.code) == (2, 2)
     (line,) = first.err.splitlines()
     assert line.startswith("error: parallel.tensor_parallel_size=2 puts tp group {0,1} on nodes")
-    assert (first.out, second.out, second.err) == ("", "", "")
+    assert second.err == f"error: node 0 has ended the job: {line.removeprefix('error: ')}\n"
+    assert (first.out, second.out) == ("", "")
     assert not has_begun(nodes[0].run)
 
 

@@ -127,6 +127,13 @@ def test_down_removes_what_a_killed_up_has_left(delay_s):
     assert not left_behind(hosts)
 
 
+def test_an_up_that_fails_leaves_nothing():
+    hosts = NetworkHosts(2, rate="fast")
+    call = subprocess.run([SCRIPT, "up"], env=hosts.environment, capture_output=True, text=True)
+    assert call.returncode != 0 and "fast" in call.stderr
+    assert not left_behind(hosts)
+
+
 def test_down_ends_what_runs_on_the_hosts_stopped_processes_and_their_children_too():
     with NetworkHosts(1) as hosts:
         forks = "import os, time\nos.fork(); os.fork()\ntime.sleep(1000)"
