@@ -305,9 +305,10 @@ def _options(
     """Of sbatch; those that the user names stand last, and win."""
     is_array = members > 1
     tasks = ranks if arguments.style == "ranks" else 1
+    said = str(folder).replace("%", "%%")  # what follows a single one SLURM fills in
     options: list[Option] = [
         ("job-name", arguments.job_name or Path(arguments.recipe).stem),
-        ("output", str(folder / ("%A_%a.out" if is_array else "%j.out"))),
+        ("output", f"{said}/{'%A_%a.out' if is_array else '%j.out'}"),
         ("requeue" if requeue else "no-requeue", None),
         ("signal", f"B:USR1@{arguments.signal_seconds}"),
         ("nodes", str(arguments.nodes)),

@@ -121,6 +121,8 @@ def end_with_launcher(launcher: int, seconds_to_stop: int) -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(SECONDS_BETWEEN_LOOKS)
+        told = "warning: the launcher of this node's ranks is gone, so the run is asked to stop"
+        print(told, file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(seconds_to_stop)
         os.kill(os.getpid(), signal.SIGKILL)

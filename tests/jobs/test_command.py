@@ -131,6 +131,12 @@ def test_an_array_is_one_job_whose_runs_have_folders_of_their_own(submit):
         assert folder in ended.out
 
 
+def test_a_folder_keeps_its_name_whatever_slurm_would_make_of_it(submit):
+    ended = submit("--nodes", "1", "logging.run_dir=half%j", "--dry-run")
+    assert "--output=half%%j/jobs/001/%j.out" in options(ended.out)
+    assert "\nrun=half%j\n" in ended.out
+
+
 MISTAKES = [
     ("--nodes 0", "--nodes 0 must be at least 1"),
     ("--nodes 2 --gpus-per-node -1", "--gpus-per-node -1 must be at least 1"),
