@@ -199,6 +199,14 @@ def read_beats(run: Path) -> dict[int, Beat]:
     return {beat.rank: beat for beat in beats if beat is not None}
 
 
+def write_beat(run: Path, beat: Beat) -> None:
+    """Write one in place of the rank's last; a disk that is full or away is no reason to fail."""
+    path = beat_file(run, beat.rank)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, beat.to_json())
+
+
 def is_alive(pid: int) -> bool:
     """Whether this host has the process."""
     try:

@@ -32,7 +32,7 @@ from megagrid.health.beat import (
     end_of,
     is_alive,
     read_beat,
-    write_whole,
+    write_beat,
 )
 
 SAMPLE_SECONDS = 0.1
@@ -235,15 +235,11 @@ class Heart:
             self._stop.wait(SAMPLE_SECONDS)
 
     def _write(self, beat: Beat) -> None:
-        # A disk that is full or away ends no run; the age of the last beat shows it.
-        with self._writing, contextlib.suppress(OSError):
+        with self._writing:
             if beat.end is None and self._end is not None:
                 return  # a beat that was begun before the last one
-            path = beat_file(self._run, beat.rank)
-            if not (self.pulse.owns_folder or self._may_write(path)):
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, beat.to_json())
+            if self.pulse.owns_folder or self._may_write(beat_file(self._run, beat.rank)):
+                write_beat(self._run, beat)
 
     def _may_write(self, path: Path) -> bool:
         """Whether to write before the run's folder is locked. A run started by mistake where

@@ -44,7 +44,7 @@ from megagrid.errors import GridError, MegagridError
 from megagrid.exit_codes import CRASHED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.start import check_devices
-from megagrid.health.beat import read_beats
+from megagrid.health.beat import read_beats, write_beat
 from megagrid.train.launch import BEGUN, Launch
 from megagrid.train.link import Link, first_word
 from megagrid.train.rounds import (
@@ -187,10 +187,12 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = worker_group.spec.max_restarts - self._link.word.round + 1
         pids = super()._start_workers(worker_group)
         workers = worker_group.workers
+        run = Path(self._config.logging.run_dir)
         self._watch = RankWatch(
             {w.global_rank: self._pcontext.subprocess_handlers[w.local_rank].proc for w in workers},
             {w.global_rank: self._pcontext.error_files[w.local_rank] for w in workers},
-            beats=lambda: read_beats(Path(self._config.logging.run_dir)).values(),
+            beats=lambda: read_beats(run).values(),
+            leave=partial(write_beat, run),
             who=partial(self._who, world_size=workers[0].world_size),
             patience=self._config.train.timeout_seconds,
         )

@@ -12,12 +12,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megagrid.exit_codes import INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
+from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
 from megagrid.grid import bootstrap
-from megagrid.health.beat import Beat
+from megagrid.health.beat import CRASH, Beat, End
 from megagrid.train.rounds import STOOD_STILL, Failure
 
 LOOK_SECONDS = 0.1
@@ -43,6 +44,7 @@ class RankWatch:
         error_files: where each of them records why it ends.
         beats: the last one of each rank of the run: by its process, a rank's own is found, whatever
             number it goes by since the ranks have met.
+        leave: takes the last beat of a rank that couldn't say itself how it ended.
         who: of a rank that hasn't beaten yet: number, coordinate, host.
         patience: seconds that a rank may stand still, stopped by a signal.
         clock: seconds that don't go back.
@@ -56,6 +58,7 @@ class RankWatch:
         processes: Mapping[int, Process],
         error_files: Mapping[int, str],
         beats: Callable[[], Iterable[Beat]],
+        leave: Callable[[Beat], None],
         who: Callable[[int], str],
         patience: float,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +67,7 @@ class RankWatch:
         self._processes = dict(processes)
         self._error_files = error_files
         self._beats = beats
+        self._leave = leave
         self._who = who
         self._patience = patience
         self._clock = clock
@@ -131,6 +135,8 @@ class RankWatch:
         if code == PEER_LOST and beat and beat.end and beat.end.line:
             who, text = "", beat.end.line  # of whom it was waiting for, and what that one does
         self.failures.append(Failure(rank, who, code, time.time(), text))
+        if beat and beat.end is None:
+            self._leave(replace(beat, end=End(CRASH, code or CRASHED, time.time(), text)))
 
     def _beat(self, rank: int) -> Beat | None:
         """The last one of the very process."""

@@ -38,10 +38,12 @@ class Watched:
             self.processes.append(process)
         self.now = 0.0
         self.beats: list[Beat] = []
+        self.left: list[Beat] = []
         return RankWatch(
             dict(enumerate(self.processes)),
             {rank: str(self.folder / f"{rank}.json") for rank in range(len(commands))},
             beats=lambda: self.beats,
+            leave=self.left.append,
             who=lambda rank: f"rank {rank}",
             patience=patience,
             clock=lambda: self.now,
@@ -101,10 +103,10 @@ def test_a_rank_goes_by_the_number_that_it_beats_with_and_says_whom_it_waited_fo
     where = dict(world_size=2, host=bootstrap.host_name(), device="cpu", interval_s=1.0, step=1)
     when = dict(started=0.0, time=0.0, phase="training", phase_since=0.0)
     doing = Doing(COMPUTING, "", since=0.0)
+    ends = (None, End("left alone", PEER_LOST, 0.0, "rank 0 waits for rank 1"))
     watched.beats = [
         Beat(rank=1 - number, coordinate=Coordinate(0, 0, 0, 1 - number), pid=process.pid,
-             doing=doing, end=End("left alone", PEER_LOST, 0.0, "rank 0 waits for rank 1"),
-             **where, **when)
+             doing=doing, end=ends[number], **where, **when)
         for number, process in enumerate(watched.processes)
     ]  # fmt: skip
     look_until(watch)
@@ -114,6 +116,8 @@ def test_a_rank_goes_by_the_number_that_it_beats_with_and_says_whom_it_waited_fo
         -9: (who, "was ended by SIGKILL"),
         PEER_LOST: ("", "rank 0 waits for rank 1"),
     }
+    (left,) = watched.left  # in the name of the one that couldn't
+    assert (left.rank, left.end.code, left.end.line) == (1, -9, "was ended by SIGKILL")
 
 
 def test_ranks_that_do_not_end_when_asked_are_killed_after_a_while_and_are_no_reason(watched):
