@@ -36,8 +36,10 @@ def running_cluster(**how: str | int) -> Iterator[Cluster]:
             why = (installed.stderr.splitlines() or ["apt-get failed"])[-1]
             pytest.skip(f"{why}: see ./tools/slurm_cluster.sh install")
         try:
-            started = cluster.tool("start", timeout=60)
-            assert started.returncode == 0, started.stderr
+            started = cluster.tool("start", timeout=120)
+            if started.returncode:
+                why = (started.stderr.splitlines() or ["no word of a reason"])[-1]
+                pytest.skip(f"SLURM doesn't start here ({why}): see ./tools/slurm_cluster.sh start")
             yield cluster
         finally:
             cluster.tool("stop", timeout=120)
