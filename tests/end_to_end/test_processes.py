@@ -231,7 +231,7 @@ def test_a_tp_group_lies_in_one_node(cli, nodes, gpus, tp, groups):
     arguments = ("grid", recipe, "--nodes", str(nodes), "--gpus-per-node", str(gpus))
     if groups is None:
         line = cli.mistake(*arguments)
-        assert "puts tp group {2,3} on nodes [0, 1]" in line
+        assert "puts tp group {2,3} on nodes 0 and 1" in line
         assert "use parallel.tensor_parallel_size=1" in line
     else:
         assert re.findall(r" tp\d +(\S+)", cli(*arguments).out) == groups
