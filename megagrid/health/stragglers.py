@@ -40,16 +40,16 @@ class Straggler:
     usual_s: float
 
     def __str__(self) -> str:
-        times = self.compute_s / self.usual_s
-        return (
-            f"{self.beat.who} computes for {self.compute_s:.3g} s of each step, {times:.1f} times "
-            f"the {self.usual_s:.3g} s of its equals"
-        )
+        usual = "and its equals for next to none"  # too short for any look at them
+        if self.usual_s:
+            times = self.compute_s / self.usual_s
+            usual = f"{times:.1f} times the {self.usual_s:.3g} s of its equals"
+        return f"{self.beat.who} computes for {self.compute_s:.3g} s of each step, {usual}"
 
 
 def find_stragglers(beats: Iterable[Beat], factor: float) -> list[Straggler]:
     """Ranks that compute for more than `factor` times the median of their equals."""
-    known = [beat for beat in beats if beat.compute_s and beat.step_s and beat.end is None]
+    known = [beat for beat in beats if None not in (beat.compute_s, beat.step_s) and not beat.end]
     stages: dict[int, list[Beat]] = defaultdict(list)
     for beat in known:
         stages[beat.coordinate.pp].append(beat)

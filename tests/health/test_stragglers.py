@@ -30,6 +30,7 @@ def computing(grid: Placement, *seconds: float | None, step_s: float = 1.0) -> l
         (DP4, (0.1, 0.4, 0.1, 0.1), []),  # nobody waits for it: it waits too, for half of the step
         (DP4, (None, 0.9, 0.5, 0.5), [1]),
         (Placement(dp=2), (0.9, 0.4), [0]),
+        (Placement(dp=2), (0.9, 0.0), [0]),  # that was never seen at work
         (Placement(pp=2, dp=2), (0.9, 0.9, 0.5, 0.5), []),  # a stage that has more to do
         (Placement(pp=2, dp=2), (0.9, 0.5, 0.5, 0.5), [0]),
         (Placement(pp=4), (0.4, 0.5, 0.5, 0.95), [3]),
