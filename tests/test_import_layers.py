@@ -29,6 +29,7 @@ LAYERS = (
     ("pipeline", "data_parallel", "optim", "checkpoint"),
     ("hf",),
     ("health",),
+    ("launcher",),
     ("jobs",),
     ("train",),
     ("dryrun",),
@@ -47,10 +48,10 @@ TORCH_FREE += (
     "grid.bootstrap",
 )
 TORCH_FREE += ("jobs",)
-TORCH_FREE += ("train.command", "train.launch", "train.stopping", "train.trace")
+TORCH_FREE += ("train.command", "train.stopping", "train.trace")
 TORCH_FREE += ("health.beat", "health.heart", "health.verdict", "health.watch", "train.heartbeat")
 TORCH_FREE += ("health.stragglers", "train.status", "train.status_command")
-TORCH_FREE += ("train.nodes", "train.rounds", "train.watch", "train.relaunch")
+TORCH_FREE += tuple(f"launcher.{n}" for n in ("launch", "nodes", "relaunch", "rounds", "watch"))
 TORCH_FREE += ("train.report_command", "dryrun.command")
 TORCH_FREE += ("train.report_command", "train.compare_command", "train.compare")
 TORCH_FREE += ("grid.command", "hf.families", "hf.config", "hf.checks", "hf.carried", "hf.recipe")

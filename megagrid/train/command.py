@@ -32,13 +32,8 @@ from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.topology import load_topology
 from megagrid.hf.checks import check_folders
-from megagrid.pipeline.partition import stage_layers
-from megagrid.pipeline.program import training_program
-from megagrid.plan.show_units import print_units
-from megagrid.terminal import warn_on_stderr
-from megagrid.train import nodes
-from megagrid.train.heartbeat import make_heart
-from megagrid.train.launch import (
+from megagrid.launcher import nodes
+from megagrid.launcher.launch import (
     Launch,
     check_cores,
     end_with_launcher,
@@ -46,7 +41,12 @@ from megagrid.train.launch import (
     record_stop,
     start_ranks,
 )
-from megagrid.train.nodes import Nodes
+from megagrid.launcher.nodes import Nodes
+from megagrid.pipeline.partition import stage_layers
+from megagrid.pipeline.program import training_program
+from megagrid.plan.show_units import print_units
+from megagrid.terminal import warn_on_stderr
+from megagrid.train.heartbeat import make_heart
 from megagrid.train.stopping import StopRequest
 
 SECONDS_FOR_RANK_0 = 10.0

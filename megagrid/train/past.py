@@ -12,7 +12,7 @@ from megagrid.errors import CheckpointError
 from megagrid.grid.grid import Grid
 from megagrid.hf import carried
 from megagrid.hf.start import start_from
-from megagrid.train.relaunch import has_saved
+from megagrid.launcher.relaunch import has_saved
 from megagrid.train.state import RunState
 
 

@@ -40,6 +40,7 @@ from megagrid.health.heart import Heart, Pulse
 from megagrid.health.stacks import StackSampler
 from megagrid.hf import carried
 from megagrid.hf.outgoing import EXPORT_DTYPES, to_hf
+from megagrid.launcher.launch import FirstStep
 from megagrid.pipeline.clock import DeviceClock
 from megagrid.train.attempt import Attempt, StepMaker, find_nan_hint, remedies
 from megagrid.train.build import build_engine
@@ -50,7 +51,6 @@ from megagrid.train.faults import check_memory, is_lost_peer, told_in_a_line
 from megagrid.train.folder import SECONDS_TO_DIE, lock_folder
 from megagrid.train.guards import Action
 from megagrid.train.heartbeat import identify
-from megagrid.train.launch import FirstStep
 from megagrid.train.metrics import (
     EVERY_STEP,
     GuardRecord,

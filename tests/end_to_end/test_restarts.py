@@ -1,7 +1,7 @@
 """Jobs that go on by themselves: restarted after a crash, on several nodes, on fewer of them.
 
 Row E7 of the faults that other trainers have had. What the launchers decide on is tested without
-ranks in `tests/train/test_rounds.py`. Nodes are launchers on this host.
+ranks in `tests/launcher/test_rounds.py`. Nodes are launchers on this host.
 """
 
 from __future__ import annotations

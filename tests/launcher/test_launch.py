@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megagrid.cli import main
 from megagrid.errors import GridError, PeerError
 from megagrid.grid import bootstrap
-from megagrid.train import agent, command
-from megagrid.train.launch import Launch, check_cores
+from megagrid.launcher import agent
+from megagrid.launcher.launch import Launch, check_cores
+from megagrid.train import command
 from tests.config import recipe
 
 TP2 = "parallel.tensor_parallel_size=2"

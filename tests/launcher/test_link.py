@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from megagrid.train.launch import Rendezvous
-from megagrid.train.link import SILENCE_SECONDS, Link, first_word
-from megagrid.train.watch import LOOK_SECONDS
+from megagrid.launcher.launch import Rendezvous
+from megagrid.launcher.link import SILENCE_SECONDS, Link, first_word
+from megagrid.launcher.watch import LOOK_SECONDS
 
 
 def test_a_program_that_listens_and_says_nothing_is_no_node_0():

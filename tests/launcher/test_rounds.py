@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megagrid.train.rounds import (
+from megagrid.launcher.rounds import (
     ENDED,
     GONE,
     LAST_CALL_SECONDS,

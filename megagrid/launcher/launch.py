@@ -1,7 +1,7 @@
 """Ranks of this machine, started through torchrun's agent.
 
     megagrid train RECIPE      this process checks the recipe, imports no torch, and becomes …
-      launcher                 … `python -m megagrid.train.agent`: starts ranks, waits, reports
+      launcher                 … `python -m megagrid.launcher.agent`: starts ranks, waits, reports
         rank 0, 1, …           `python -m megagrid train RECIPE` with RANK set
 
 On several machines the same is started on each, with a --node-rank of its own.
@@ -102,7 +102,7 @@ def start_ranks(launch: Launch) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "megagrid.train.agent", launch.to_json()]
+    command = [sys.executable, "-m", "megagrid.launcher.agent", launch.to_json()]
     environment = bootstrap.environment_for_ranks(launch.ranks)
     os.execve(sys.executable, command, bootstrap.environment_for_launcher(environment))
 

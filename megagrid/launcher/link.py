@@ -1,6 +1,6 @@
-"""What carries the words of `megagrid.train.rounds` between the launchers of a job's nodes: a store
-of torch's, which the first node's launcher holds, and in each launcher a thread that reads and
-writes it.
+"""What carries the words of `megagrid.launcher.rounds` between the launchers of a job's nodes: a
+store of torch's, which the first node's launcher holds, and in each launcher a thread that reads
+and writes it.
 
     node 1's thread    node/1 = its word; reads job
     node 0's thread    reads node/*, asks its council, job = what that says
@@ -22,9 +22,9 @@ from torch.distributed import TCPStore
 
 from megagrid.errors import GridError
 from megagrid.grid import bootstrap
-from megagrid.train.launch import Rendezvous
-from megagrid.train.rounds import GONE, Council, JobWord, NodeWord
-from megagrid.train.watch import LOOK_SECONDS
+from megagrid.launcher.launch import Rendezvous
+from megagrid.launcher.rounds import GONE, Council, JobWord, NodeWord
+from megagrid.launcher.watch import LOOK_SECONDS
 
 PASS_SECONDS = 0.1
 """Between passes of a thread."""

@@ -1,11 +1,11 @@
 """A node's launcher: torchrun's agent, with a mind of its own about what is worth another try.
 
-    python -m megagrid.train.agent LAUNCH     checks devices, meets the other nodes' launchers
+    python -m megagrid.launcher.agent LAUNCH     checks devices, meets the other nodes' launchers
       rank 0, 1, …                            `python -m megagrid train RECIPE` with RANK set
 
 torchrun's agent starts the ranks of a round and, round after round, does what it is told here:
 `Agent` looks after the ranks and reports how they fare, `Meeting` waits until the council of
-`megagrid.train.rounds` has decided on a round or on the end.
+`megagrid.launcher.rounds` has decided on a round or on the end.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from megagrid.exit_codes import CRASHED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.start import check_devices
 from megagrid.health.beat import read_beats, write_beat
-from megagrid.train.launch import BEGUN, Launch
-from megagrid.train.link import Link, first_word
-from megagrid.train.rounds import (
+from megagrid.launcher.launch import BEGUN, Launch
+from megagrid.launcher.link import Link, first_word
+from megagrid.launcher.rounds import (
     ENDED,
     RUNNING,
     SECONDS_AFTER_A_CRASH,
@@ -58,7 +58,7 @@ from megagrid.train.rounds import (
     Terms,
     Verdict,
 )
-from megagrid.train.watch import LOOK_SECONDS, RankWatch
+from megagrid.launcher.watch import LOOK_SECONDS, RankWatch
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals to the launcher that it sends on to the ranks, after which it waits for their end."""

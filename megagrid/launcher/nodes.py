@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from megagrid.errors import GridError
-from megagrid.train.launch import THIS_MACHINE, Rendezvous
+from megagrid.launcher.launch import THIS_MACHINE, Rendezvous
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.health.beat import CRASH, Beat, End
-from megagrid.train.rounds import STOOD_STILL, Failure
+from megagrid.launcher.rounds import STOOD_STILL, Failure
 
 LOOK_SECONDS = 0.1
 """Between looks at the ranks."""

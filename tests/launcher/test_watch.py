@@ -17,9 +17,9 @@ from megagrid.exit_codes import PEER_LOST
 from megagrid.grid import bootstrap
 from megagrid.grid.placement import Coordinate
 from megagrid.health.beat import COMPUTING, Beat, Doing, End
-from megagrid.train.launch import record_mistake
-from megagrid.train.rounds import STOOD_STILL
-from megagrid.train.watch import LOOK_SECONDS, LOOKS_AT_STATES, RankWatch
+from megagrid.launcher.launch import record_mistake
+from megagrid.launcher.rounds import STOOD_STILL
+from megagrid.launcher.watch import LOOK_SECONDS, LOOKS_AT_STATES, RankWatch
 
 SLEEP = ["sleep", "60"]
 STUBBORN = [sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); input()"]
