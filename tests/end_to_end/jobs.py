@@ -83,6 +83,10 @@ class Job:
             )
         return self
 
+    def enter(self, group: Path) -> None:
+        """Have the launcher, and the ranks that it will start, in a control group."""
+        (group / "cgroup.procs").write_text(str(self._process.pid))
+
     def pids(self) -> dict[int, bytes]:
         """Processes that have the recipe among their arguments, with those."""
         found = {}

@@ -7,15 +7,16 @@ ranks in `tests/launcher/test_rounds.py`. Nodes are launchers on this host.
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from megagrid.grid.placement import Placement
 from megagrid.train.metrics import read_records
-from tests.end_to_end.jobs import Job
+from tests.end_to_end.jobs import REPOSITORY, Job
 from tests.end_to_end.t0 import ALONE, DP2, PP2, TP2, assert_parity, computed, has_begun
 
 HOST = os.uname().nodename
@@ -58,6 +59,68 @@ def test_ranks_go_on_from_the_newest_checkpoint_when_one_was(job, trainer, numbe
     )
     assert ended.out.count("resumed from") == 1
     assert_equal_to_an_undisturbed_run(restarted, trainer, PP2)
+
+
+FILLS_THE_MEMORY = """
+import os, pathlib, threading, time
+
+def fill():
+    path = pathlib.Path(os.environ["FILL"])
+    while not path.exists():
+        time.sleep(0.05)
+    path.unlink()
+    kept = []
+    while True:
+        kept.append(b"x" * 10**7)
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=fill, daemon=True).start()
+"""
+"""Python runs it at its start: rank 1 is to take all memory once there is the file $FILL."""
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """One of the kernel's whose processes may take 3 GB together."""
+    folders = {"memory/megagrid-test": "memory.limit_in_bytes", "megagrid-test": "memory.max"}
+    for name, limit in folders.items():
+        group = Path("/sys/fs/cgroup", name)
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(3 * 10**9))
+        except OSError:  # of the other version, or not root's
+            if group.exists():
+                group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("no control group can be made here; run as root, with /sys/fs/cgroup writable")
+
+
+def test_a_rank_that_the_system_has_killed_for_its_memory_is_named_so(
+    control_group, job, trainer, tmp_path
+):
+    """The kernel's own doing, in a control group as a container or a job of SLURM's has it."""
+    (tmp_path / "sitecustomize.py").write_text(FILLS_THE_MEMORY)
+    full = job(PP2, LONG).start(
+        "--max-restarts",
+        "1",
+        PYTHONPATH=f"{tmp_path}:{REPOSITORY}",
+        FILL=str(tmp_path / "fill"),
+    )
+    full.enter(control_group)
+    full.wait_for_step(5)
+    (tmp_path / "fill").touch()
+    ended = full.end()
+    assert ended.code == 0
+    assert re.fullmatch(
+        re.escape(f"warning: rank 1 (pp1 dp0 cp0 tp0, {HOST}) was killed by the system, for the ")
+        + r"memory was full \(SIGKILL; oom_kill of its control group went from (\d+) to (\d+)\); "
+        "restart 1 of 1, on 2 ranks",
+        ended.err.splitlines()[-1],
+    )
+    assert_equal_to_an_undisturbed_run(full, trainer, PP2)
 
 
 def test_a_mistake_is_made_once_however_often_it_could_be(job):
