@@ -13,8 +13,9 @@ import time
 
 import pytest
 
+from megagrid.health.beat import read_beats
 from megagrid.train.metrics import read_records
-from tests.end_to_end.t0 import ALONE, DP2, PP2, TP2DP2, computed, differing, read_tensors
+from tests.end_to_end.t0 import ALONE, DP2, PP2, PP2DP2, TP2DP2, computed, differing, read_tensors
 from tests.slurm.cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,22 @@ def test_both_styles_train_as_the_same_grid_does_without_slurm(cluster, recipe, 
         assert job.out().splitlines()[-1] == f"job {job.number} is done"
     logs = sorted(path.name for path in (jobs[0].folder / "run/jobs/001").glob("*/rank-*.log"))
     assert logs == [f"rank-{rank}.log" for rank in range(4)]
+
+
+def test_a_topology_file_orders_ranks_otherwise_than_slurm_has_numbered_them(
+    cluster, recipe, trainer
+):
+    path = recipe(PP2DP2, {"parallel": {"topology_file": "switches.conf"}})
+    (path.parent / "switches.conf").write_text(
+        "SwitchName=one Nodes=mgtest[01,03]\nSwitchName=other Nodes=mgtest[02,04]\n"
+        "SwitchName=top Switches=one,other\n"
+    )
+    job = cluster.submit(path, "--nodes", "4", "--ranks-per-node", "1")
+    assert job.end()["JobState"] == "COMPLETED", job.out()
+    assert "0 to 3 are the launcher's 0 2 1 3\n" in job.out()
+    beats = read_beats(job.folder / "run")
+    assert [beats[rank].host for rank in range(4)] == [f"mgtest0{node}" for node in (1, 3, 2, 4)]
+    assert records(job) == computed(trainer.train(PP2DP2).records)
 
 
 def test_a_step_of_two_in_a_job_of_eight_has_two_ranks(cluster, recipe, trainer):
