@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -37,12 +36,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reporting
 from benchmarks.hosts import NetworkHosts, why_no_hosts
-from benchmarks.kills import RESULTS, KillsError, RunFolder, differences, work_folder
+from benchmarks.kills import KillsError, RunFolder, differences
 from benchmarks.kills import Setting as KillsSetting
 from benchmarks.peers.launch import environment as run_environment
 from benchmarks.peers.launch import marked, tail
-from benchmarks.peers.report import environment
 from benchmarks.peers.spec import Layout
 from megagrid.config.dump import dump
 from megagrid.exit_codes import STOPPED
@@ -572,8 +571,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hosts", nargs="+", type=int, choices=(1, 2), help="in turn (1 2; 1 where 2 can't be)")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of faults")
     add("--time-limit", type=float, default=300.0, metavar="S", help="of each start (300)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
-    add("--work", type=Path, metavar="DIR", help="an empty folder to run in, and to keep")
+    reporting.add_arguments(parser, keeps_work=True)
     return parser.parse_args(arguments)
 
 
@@ -593,7 +591,7 @@ def main() -> int:
         kinds=tuple(options.kinds),
     )
     load = os.getloadavg()[0]
-    with work_folder(options.work) as folder:
+    with reporting.work_folder(options.work, "faults") as folder:
         try:
             found = harass(
                 setting, folder, options.time_limit, lambda text: print(text, flush=True)
@@ -605,7 +603,6 @@ def main() -> int:
     print(f"\n{text}")
     content = {
         "setting": asdict(setting),
-        "environment": environment(),
         "load_before": load,
         "summary": summary(found),
         "runs": [
@@ -613,9 +610,7 @@ def main() -> int:
             for campaign, some in found
         ],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "faults.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "faults.md").write_text(text)
+    reporting.write(options.out, "faults", text, content)
     return 0
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -26,7 +25,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -36,9 +34,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reporting
 from benchmarks.peers.launch import environment as run_environment
 from benchmarks.peers.launch import has_line, marked, stop, tail
-from benchmarks.peers.report import environment
 from benchmarks.peers.spec import Layout
 from megagrid.checkpoint import CHECKPOINTS, find_checkpoint
 from megagrid.checkpoint.folders import PARTIAL, is_step_name
@@ -47,8 +45,6 @@ from megagrid.config.rules import check
 from megagrid.config.schema import Config
 from megagrid.errors import MegagridError
 from megagrid.train.metrics import read_records
-
-RESULTS = Path(__file__).parent / "results"
 
 POLL_SECONDS = 0.001
 """A save of so small a model takes some tens of milliseconds."""
@@ -660,20 +656,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save-interval", type=int, default=Setting.save_interval, metavar="STEPS")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="ways of saving, drawn")
     add("--time-limit", type=float, default=600.0, metavar="S", help="of each life (600)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
-    add("--work", type=Path, metavar="DIR", help="an empty folder to run in, and to keep")
+    reporting.add_arguments(parser, keeps_work=True)
     return parser.parse_args(arguments)
-
-
-@contextlib.contextmanager
-def work_folder(wanted: Path | None) -> Iterator[Path]:
-    """The folder that was asked for, else a passing one."""
-    if wanted is not None:
-        wanted.mkdir(parents=True, exist_ok=True)
-        yield wanted.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        yield Path(folder)
 
 
 def main() -> int:
@@ -687,7 +671,7 @@ def main() -> int:
         modes=tuple(options.modes),
     )
     load = os.getloadavg()[0]
-    with work_folder(options.work) as folder:
+    with reporting.work_folder(options.work, "kills") as folder:
         try:
             outcome = harass(
                 setting, folder, options.time_limit, lambda text: print(text, flush=True)
@@ -699,15 +683,12 @@ def main() -> int:
     print(f"\n{text}")
     content = {
         "setting": asdict(setting) | {"steps": setting.steps},
-        "environment": environment(),
         "load_before": load,
         "summary": outcome.summary,
         "paces": {mode: asdict(pace) for mode, pace in outcome.paces.items()},
         "kills": [asdict(kill) for kill in outcome.kills],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kills.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "kills.md").write_text(text)
+    reporting.write(options.out, "kills", text, content)
     return 0
 
 

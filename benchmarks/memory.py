@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.report import environment
+from benchmarks import reporting
 from megagrid.config.load import load
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.grid.placement import Placement
 from megagrid.plan.peak import host_peak_bytes, peak_bytes
 
-RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -280,7 +279,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = [setting.name for setting in (*SETTINGS, *SMOKE)]
     add("--setting", choices=names, action="append", help="one of them alone, or more")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="of the ranks (1800)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
+    reporting.add_arguments(parser)
     add("--smoke", action="store_true", help="a tiny model, to see that everything runs")
     add("--on-rank", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     add("levers", nargs="*", metavar="LEVER", help="some of the rows; all without any")
@@ -294,7 +293,7 @@ def main() -> int:
     if options.setting:
         settings = [s for s in (*SETTINGS, *SMOKE) if s.name in options.setting]
     wanted = options.levers or (SMOKE_LEVERS if options.smoke else None)
-    content: dict[str, Any] = {"environment": environment(), "settings": []}
+    content: dict[str, Any] = {"settings": []}
     tables = []
     for setting in settings:
         levers = [lever for lever in setting.levers() if wanted is None or lever.name in wanted]
@@ -305,9 +304,7 @@ def main() -> int:
         content["settings"].append(asdict(setting) | {"rows": [asdict(row) for row in rows]})
         tables.append(table_of(setting, rows))
         print(tables[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "memory.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "memory.md").write_text("\n".join(tables))
+    reporting.write(options.out, "memory", "\n".join(tables), content)
     return 0
 
 

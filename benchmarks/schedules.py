@@ -27,15 +27,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.report import environment
+from benchmarks import reporting
 from megagrid.config.rules import check
 from megagrid.config.schema import Config
 from megagrid.grid.placement import Placement
 from megagrid.pipeline.program import training_program
 from megagrid.pipeline.schedules import GENERATORS, Costs, Occupancy, Simulation, Span, simulate
 from megagrid.train.report_command import mean_costs
-
-RESULTS = Path(__file__).parent / "results"
 
 PAIRS = (("1F1B", "GPipe"), ("Interleaved1F1B", "1F1B"), ("ZB1P", "1F1B"), ("ZBV", "1F1B"))
 """What is put in relation to what."""
@@ -309,7 +307,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=Setting.steps, help="of a turn, warm-up included")
     add("--warmup", type=int, default=Setting.warmup, help="first steps, which don't count")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="of everything (1800)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
+    reporting.add_arguments(parser)
     add("--smoke", action="store_true", help="a tiny model, to see that everything runs")
     add("--on-rank", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -346,14 +344,11 @@ def main() -> int:
     print(text)
     content = {
         "setting": asdict(setting),
-        "environment": environment(),
         "load_before": load,
         "ratios": ratios(setting, found),
         "schedules": {name: asdict(measurement) for name, measurement in found.items()},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "schedules.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "schedules.md").write_text(f"```\n{text}\n```\n")
+    reporting.write(options.out, "schedules", f"```\n{text}\n```\n", content)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import reporting
 from benchmarks.checkpoint import pause, throughput
-from benchmarks.peers.report import environment
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 RANKS = (1, 2, 4)
 
 
@@ -31,7 +29,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--interval", type=int, default=pause.Setting.interval, help="steps between its saves")
     add("--disk", type=Path, metavar="DIR", help="where to write: the disk that is measured")
     add("--time-limit", type=float, default=1800.0, metavar="S", help="of each process group")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
+    reporting.add_arguments(parser)
     add("--smoke", action="store_true", help="a tiny model, to see that everything runs")
     return parser.parse_args(arguments)
 
@@ -70,15 +68,12 @@ def main() -> int:
     text = f"{throughput.markdown(found)}\n{pause.markdown(turns)}"
     print(f"\n{text}", end="")
     content = {
-        "environment": environment(),
         "settings": [asdict(setting) for setting in settings_of(options)],
         "throughput": [asdict(one) for one in found],
         "runs": asdict(runs_of(options)),
         "pauses": [asdict(turn) for turn in turns],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "checkpoint.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "checkpoint.md").write_text(text)
+    reporting.write(options.out, "checkpoint", text, content)
     return 0
 
 

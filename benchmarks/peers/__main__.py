@@ -7,13 +7,13 @@ import dataclasses
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import reporting
 from benchmarks.peers import report
 from benchmarks.peers.compare import CurvesDifferError, check_curves, largest_gap
 from benchmarks.peers.inputs import write_inputs
@@ -22,7 +22,6 @@ from benchmarks.peers.spec import Job, Layout, ModelShape, Recipe
 from benchmarks.peers.systems import SYSTEMS, Entry, System
 
 LAYOUTS = ("one", "tp2", "pp2", "dp2", "tp2xpp2")
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 SMOKE_SHAPE = ModelShape(
     hidden_size=64, num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=96, vocab_size=256
@@ -143,7 +142,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
                     flush=True,
                 )
     facts = {
-        "environment": report.environment(),
+        "environment": reporting.environment(),
         "shape": dataclasses.asdict(comparison.shape),
         "recipe": dataclasses.asdict(comparison.recipe),
         "warmup_steps": options.warmup,
@@ -151,10 +150,11 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     }
     table = report.markdown(comparison.runs, options.systems, bare, title(comparison, facts))
     print(f"\n{table}")
-    if options.smoke and not options.out:
+    if options.smoke and options.out == reporting.RESULTS:
         return  # its numbers say nothing
     name = time.strftime("peers-%Y%m%d-%H%M%S")
-    for path in report.write(options.out or RESULTS, name, facts, comparison.runs, table):
+    content = facts | {"runs": [dataclasses.asdict(run) for run in comparison.runs]}
+    for path in reporting.write(options.out, name, table, content):
         print(path)
 
 
@@ -223,8 +223,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sharding", choices=("FULL_SHARD", "SHARD_GRAD_OP"), default=Recipe.sharding)
     add("--sequence-parallel", action="store_true")
     add("--time-limit", type=float, default=600.0, help="of one run, in seconds (default 600)")
-    add("--work", type=Path, help="keep inputs, logs and records here (default: not kept)")
-    add("--out", type=Path, help="folder of the results (default: benchmarks/results)")
+    reporting.add_arguments(parser, keeps_work=True)
     add("--smoke", action="store_true", help="a tiny model, to see that everything runs")
     add(
         "--profile",
@@ -247,12 +246,8 @@ def main() -> int:
     # Ended by a signal, it still ends the ranks: they are in sessions of their own.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        if options.work:
-            options.work.mkdir(parents=True, exist_ok=True)
-            work(options, options.work.resolve())
-        else:
-            with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-                work(options, Path(folder))
+        with reporting.work_folder(options.work, "peers") as folder:
+            work(options, folder)
     except (CurvesDifferError, RunError, ValueError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1

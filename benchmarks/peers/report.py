@@ -1,18 +1,10 @@
-"""Rounds of runs -> one JSON file and one markdown table. Imports no torch."""
+"""Rounds of runs -> ratios and one markdown table. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 MIB = 2**20
 
@@ -79,55 +71,3 @@ def markdown(runs: Sequence[Run], systems: Sequence[str], baseline_bytes: int, t
                 f"| {median(run.seconds_to_first_step for run in mine):.1f} |"
             )
     return "\n".join(lines) + "\n"
-
-
-def environment() -> dict[str, Any]:
-    """What the numbers depend on beside the code."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "numpy")},
-        "commit": _commit(),
-    }
-
-
-def write(
-    folder: Path, name: str, facts: dict[str, Any], runs: Sequence[Run], table: str
-) -> tuple[Path, Path]:
-    """`name`.json with everything, `name`.md with the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, text = folder / f"{name}.json", folder / f"{name}.md"
-    everything = {**facts, "runs": [dataclasses.asdict(run) for run in runs]}
-    data.write_text(json.dumps(everything, indent=1) + "\n")
-    text.write_text(table)
-    return data, text
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Short hash, with a + when tracked files differ from it; None outside a checkout."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return described.stdout.strip()

@@ -26,11 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks import reporting
 from benchmarks.hosts import HostsError, NetworkHosts, why_no_hosts
-from benchmarks.kills import work_folder
 from benchmarks.peers.launch import environment as run_environment
 from benchmarks.peers.launch import tail
-from benchmarks.peers.report import environment
 from benchmarks.peers.spec import Layout
 from megagrid.config.dump import dump
 from megagrid.config.rules import check
@@ -39,8 +38,6 @@ from megagrid.grid.placement import Placement
 from megagrid.grid.topology import Cluster
 from megagrid.plan.wire import LIBRARIES, Sent, off_node, sent_off_node
 from megagrid.train.metrics import read_records
-
-RESULTS = Path(__file__).parent.parent / "results"
 
 HOST_OF_RANK = (0, 1, 0, 1)
 """As a launcher deals ranks that takes hosts in turn."""
@@ -383,8 +380,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sharding", default=Setting.sharding, help="parallel.sharding_strategy")
     add("--smoke", action="store_true", help="a tiny model, one round: does everything run?")
     add("--time-limit", type=float, default=240.0, metavar="S", help="of each turn (240)")
-    add("--work", type=Path, metavar="DIR", help="an empty folder to run in, and to keep")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (benchmarks/results)")
+    reporting.add_arguments(parser, keeps_work=True)
     return parser.parse_args(arguments)
 
 
@@ -413,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     try:
         with (
-            work_folder(options.work) as folder,
+            reporting.work_folder(options.work, "placement") as folder,
             contextlib.ExitStack() as stack,
         ):
             hosts = stack.enter_context(NetworkHosts(2, rate=options.rate))
@@ -425,7 +421,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = markdown(outcomes)
     print(f"\n{text}")
     content = {
-        "environment": environment(),
         "outcomes": [
             {
                 "setting": asdict(outcome.setting),
@@ -435,9 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for outcome in outcomes
         ],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "placement.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.out / "placement.md").write_text(text)
+    reporting.write(options.out, "placement", text, content)
     return 0
 
 
