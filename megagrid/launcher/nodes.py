@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import socket
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Nodes:
     rendezvous: Rendezvous = THIS_MACHINE
     ranks: int | None = None
     max_restarts: int = 0
+
+    @property
+    def is_at_rendezvous(self) -> bool:
+        """Whether this machine has the address at which node 0 is to listen."""
+        for family, kind, protocol, _, address in _addresses(self.rendezvous):
+            with socket.socket(family, kind, protocol) as trial, contextlib.suppress(OSError):
+                trial.bind((address[0], 0, *address[2:]))
+                return True
+        return False
 
     def ranks_here(self, least: int) -> int:
         """Ranks to start on each node, for a grid of at least `least`.
@@ -118,11 +128,16 @@ def _rendezvous(text: str | None) -> Rendezvous:
     host, _, port = text.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise GridError(f"--rendezvous {text} must be HOST:PORT, such as node01:29500")
+    found = Rendezvous(host, int(port))
     try:
-        socket.getaddrinfo(host, int(port))
+        _addresses(found)
     except OSError as error:
         raise GridError(
             f"--rendezvous {text}: {host} has no address here ({error.strerror}); name node 0 as "
             "this machine knows it, or by its IP address"
         ) from None
-    return Rendezvous(host, int(port))
+    return found
+
+
+def _addresses(where: Rendezvous) -> list[tuple]:
+    return socket.getaddrinfo(*where, type=socket.SOCK_STREAM)

@@ -121,6 +121,11 @@ def _prepare(arguments: argparse.Namespace, there: Nodes) -> tuple[Config, int]:
     _check_fewest(config, there, world_size)
     if there.node == 0:
         _warn(config)
+        if not there.is_at_rendezvous:
+            warn_on_stderr(
+                f"--rendezvous {there.rendezvous}: this machine, node 0, has no such address; "
+                "other nodes come only if that is passed on to it"
+            )
     if not (arguments.show_config or arguments.show_units):
         check_inputs(config)
         stage_layers(config, grid, training_program(config, grid).placement)

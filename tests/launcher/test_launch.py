@@ -80,6 +80,21 @@ def test_each_node_starts_its_share_of_the_grid(tmp_path, launched):
     assert Launch.from_json(launch.to_json()) == launch
 
 
+@pytest.mark.parametrize(
+    ("where", "node", "is_warned"),
+    [("127.0.0.1:2950", "0", False), ("localhost:2950", "0", False), ("192.0.2.1:2950", "0", True),
+     ("192.0.2.1:2950", "1", False)],
+)  # fmt: skip
+def test_node_0_is_warned_of_a_rendezvous_that_is_not_there(
+    tmp_path, launched, capsys, where, node, is_warned
+):
+    """Not refused: a container's address may be passed on to it."""
+    nodes = ["--nnodes", "2", "--node-rank", node, "--rendezvous", where]
+    assert main(["train", str(recipe.write(tmp_path)), TP2, "--nproc", "2", *nodes]) == 0
+    assert (f"warning: --rendezvous {where}: " in capsys.readouterr().err) == is_warned
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize("alone", [TWO_NODES[2:4], TWO_NODES[4:]])
 def test_a_node_of_a_job_of_unknown_size_does_not_begin_the_run_by_itself(
     tmp_path, launched, capsys, alone
