@@ -66,6 +66,8 @@ class RankEnvironment:
         step: name of SLURM's step that the rank is a task of; see `megagrid.grid.slurm.Task`.
         launcher: process id of the `megagrid train` that started the rank and tells the user of
             its mistakes. None under any other launcher, where rank 0 tells them.
+        agent: process id of the one that started the rank and looks after it, `launcher` or
+            torchrun's own agent; None where nobody does.
         error_file: where torchrun's agent looks for the reason why the rank ended.
         launch: stands for the launcher's work from its start to its end, however often it starts
             its ranks; None where it starts them once.
@@ -83,6 +85,7 @@ class RankEnvironment:
     has_agent_store: bool = False
     step: str | None = None
     launcher: int | None = None
+    agent: int | None = None
     error_file: str | None = None
     launch: str | None = None
 
@@ -129,7 +132,7 @@ def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvi
         visible_devices=tuple(environ.get(name, "") for name in VISIBLE_DEVICES),
     )
     if "RANK" in environ:
-        return RankEnvironment(**_of_torchrun(environ), **where)
+        return RankEnvironment(**_of_torchrun(environ, root), **where)
     task = _task(environ, root)
     if task is None:
         return RankEnvironment(**where)
@@ -147,8 +150,10 @@ def read(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> RankEnvi
     )
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
+def _of_torchrun(environ: Mapping[str, str], root: Path) -> dict[str, Any]:
     """What RANK and the variables that go with it say."""
+    launcher = _number(environ, LAUNCHER) if LAUNCHER in environ else None
+    is_of_agent = "TORCHELASTIC_RUN_ID" in environ
     world_size = _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
     rank = _number(environ, "RANK")
@@ -164,9 +169,10 @@ def _of_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
         master_address=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        launcher=_number(environ, LAUNCHER) if LAUNCHER in environ else None,
+        launcher=launcher,
+        agent=os.getppid() if is_of_agent and launcher is None else launcher,
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
-        launch=_launch(environ),
+        launch=_launch(environ, root) if is_of_agent else None,
     )
 
 
@@ -301,13 +307,16 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield from ((folder, files) for folder in (group, *group.parents))
 
 
-def _launch(environ: Mapping[str, str]) -> str | None:
+def _launch(environ: Mapping[str, str], root: Path) -> str:
     """A name for what torchrun's agent does from its start to its end. The run id alone is often
-    chosen by hand, and the same for all jobs; and what the ranks are told of the number of their
-    starts isn't the same on all nodes."""
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    return f"{environ['TORCHELASTIC_RUN_ID']} {os.uname().nodename} {os.getppid()}"
+    chosen by hand, and the same for all jobs, as the process id may be in a container; and what the
+    ranks are told of the number of their starts isn't the same on all nodes."""
+    agent = os.getppid()
+    # Since the system's start, in ticks; see proc_pid_stat(5).
+    began = _read(root / f"proc/{agent}/stat").rpartition(")")[2].split()[19:20]
+    system = _read(root / "proc/sys/kernel/random/boot_id").split()
+    run = environ["TORCHELASTIC_RUN_ID"]
+    return " ".join([run, os.uname().nodename, str(agent), *began, *system])
 
 
 def _read(path: Path) -> str:

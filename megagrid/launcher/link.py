@@ -157,17 +157,23 @@ class Link:
         """
         store = TCPStore(self.where.host, self.where.port, None, False, self._patience)
         store.set_timeout(timedelta(seconds=SILENCE_SECONDS))
-        key = f"node/{self.node}"
-        if store.check([key]):
-            former = store.get(key)
+        claim, mine = f"agent/{self.node}", self.word.agent
+        while (holder := store.compare_set(claim, "", mine).decode()) != mine:
+            former = self._former_word(store)
             time.sleep(20 * PASS_SECONDS)
-            if store.get(key) != former:
-                word = NodeWord.from_json(former)
+            word = self._former_word(store)
+            if word is not None and word != former:
                 raise GridError(
                     f"--node-rank {self.node} is taken, by the launcher on {word.host}; give each "
                     "node one of its own"
                 )
+            store.compare_set(claim, holder, mine)  # that one is gone
         return store
+
+    def _former_word(self, store: TCPStore) -> NodeWord | None:
+        """Of whoever has, or had, this node's number."""
+        key = f"node/{self.node}"
+        return NodeWord.from_json(store.get(key)) if store.check([key]) else None
 
     def _report(self, store: TCPStore) -> None:
         word = replace(self.word, beat=self._passes)

@@ -183,9 +183,9 @@ def _run_rank(arguments: argparse.Namespace) -> int:
     try:
         config = load_recipe(arguments)
         _check_grid(config, environment.world_size)
-        if environment.launcher is not None:
-            end_with_launcher(environment.launcher, config.checkpoint.seconds_to_stop)
-        elif environment.rank == 0:
+        if environment.agent is not None:
+            end_with_launcher(environment.agent, config.checkpoint.seconds_to_stop)
+        if environment.launcher is None and environment.rank == 0:
             _warn(config)
         code = _train(config, stop, environment)
         if environment.error_file is not None and (stop.is_made or code):

@@ -139,8 +139,11 @@ def test_a_signal_to_any_process_saves_the_last_step_and_exits_75(job, hit):
     )
 
 
-def test_ranks_save_and_end_when_their_launcher_is_killed(job):
-    orphaned = job(TP2, UNSAVED).start()
+@pytest.mark.parametrize(
+    "starter", ["megagrid", "torch.distributed.run --standalone --nproc-per-node 2 -m megagrid"]
+)
+def test_ranks_save_and_end_when_their_launcher_is_killed(job, starter):
+    orphaned = job(TP2, UNSAVED, starter=starter).start()
     orphaned.wait_for_step(2)
     assert len(orphaned.ranks()) == 2
     orphaned.signal(signal.SIGKILL)

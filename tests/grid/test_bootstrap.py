@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,25 @@ def test_memory_is_the_machines_or_what_a_control_group_leaves(tmp_path, files, 
 
 def test_memory_of_this_machine_is_known():
     assert 0 < bootstrap.memory_bytes() <= bootstrap.memory_bytes(Path("/nowhere"))
+
+
+def test_what_an_agent_does_has_a_name_that_no_other_agent_gives(tmp_path):
+    """In containers run ids, names and process ids are often the same."""
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert bootstrap.read(environ).launch is None
+    environ["TORCHELASTIC_RUN_ID"] = "none"
+    names = set()
+    for began, boot in (("7", "one"), ("8", "one"), ("7", "other")):
+        stat = tmp_path / f"proc/{os.getppid()}/stat"
+        system = tmp_path / "proc/sys/kernel/random/boot_id"
+        for path in (stat, system):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        stat.write_text(f"1 (a) b) S {'0 ' * 18}{began} 0")
+        system.write_text(f"{boot}\n")
+        names.add(bootstrap.read(environ, tmp_path).launch)
+    assert len(names) == 3
+    here = bootstrap.read(environ)
+    assert (here.launch, here.agent) == (bootstrap.read(environ).launch, os.getppid())
 
 
 @pytest.mark.parametrize(
