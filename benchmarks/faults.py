@@ -12,7 +12,10 @@ hits them, and they are to go on: by themselves, where the launcher can restart 
 are started again, where they have ended. Each run meets a few faults and is then let be.
 
     after each fault  within 60 s after train.timeout_seconds the run makes steps again, or all of
-                      its processes have ended; no step is lost but those since the last checkpoint
+                      its processes have ended, but for a launcher that stands still, which whoever
+                      has started it is to kill; no step is lost but those since the last
+                      checkpoint, and none where a stop was asked for; a rank or node that has ended
+                      or restarted the run is named
     at the end        no process is left, every step's loss, norm, rate and samples and every byte
                       of the last checkpoint are those of a run that was left alone
 """
@@ -34,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import reporting
 from benchmarks.hosts import NetworkHosts, why_no_hosts
@@ -152,6 +155,19 @@ class Setting:
         )
 
 
+class Victim(NamedTuple):
+    """What a fault has hit.
+
+    Attributes:
+        pid: the process; None for a host.
+        name: what the launcher's last word must have of it where it has ended or restarted the
+            job; "" where that is of the ranks' or of nobody's.
+    """
+
+    pid: int | None
+    name: str = ""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a job that met a fault.
@@ -243,16 +259,16 @@ class Job:
         starts = [match.end() for match in START.finditer(output)]
         return bool(starts) and STEP_ROW.search(output, starts[-1]) is not None
 
-    def ranks(self, host: int) -> list[int]:
-        """Process ids of a host's ranks, in the order of their local numbers."""
+    def ranks(self, host: int) -> list[Victim]:
+        """Those of a host, in order."""
         launcher = self.launchers[host].pid
         found = {
-            int(variables["LOCAL_RANK"]): pid
+            int(variables["RANK"]): pid
             for pid, variables in marked(self.mark)
             if "RANK" in variables and variables.get("MEGAGRID_LAUNCHER") == str(launcher)
             and os.getpgid(pid) == pid
         }  # fmt: skip
-        return [found[number] for number in sorted(found)]
+        return [Victim(found[rank], f"rank {rank} (") for rank in sorted(found)]
 
     def pids(self) -> set[int]:
         """All that is left of it, but for what has ended and waits for a stopped parent to look."""
@@ -358,7 +374,7 @@ class Harassment:
         starts, complete, steps = len(job.resumes), run.complete_step, len(run.records())
         victim = self._strike(fault)
         began = time.monotonic()
-        how = self._wait_for_consequences(fault, victim, starts, steps)
+        how = self._wait_for_consequences(fault, victim.pid, starts, steps)
         seconds = time.monotonic() - began
         lost = 0
         resumed = run.sound_step() if how in ("ended", "saved") else job.resumes[-1]
@@ -366,9 +382,12 @@ class Harassment:
             if resumed < complete:
                 raise FaultsError(f"{fault}: step {complete} was saved; it went on from {resumed}")
             lost = max(0, steps - resumed)
-            if fault.kind == "term" and how == "saved" and run.records()[resumed:]:
-                raise FaultsError(f"{fault}: asked to stop, it lost steps after {resumed}")
-        return Outcome(fault, how, complete, resumed, lost, seconds, self._told(how))
+        if fault.kind == "term" and (how != "saved" or run.records()[resumed:]):
+            raise FaultsError(f"{fault}: asked to stop, it {how} and has saved step {resumed}")
+        told = self._told(how)
+        if how in ("restarted", "ended") and victim.name not in told:
+            raise FaultsError(f'{fault}: "{victim.name}" isn\'t named as the cause: "{told}"')
+        return Outcome(fault, how, complete, resumed, lost, seconds, told)
 
     def _wait_for_steps(self, count: int) -> None:
         """Until the ranks of the newest start have recorded so many."""
@@ -383,18 +402,19 @@ class Harassment:
         if not wait_for(is_so, self._time_limit_s):
             raise FaultsError(f"no {count} steps in {self._time_limit_s:g} s")
 
-    def _strike(self, fault: Fault) -> int | None:
-        """Let it happen; the process that it hits."""
+    def _strike(self, fault: Fault) -> Victim:
+        """Let it happen."""
+        job = self._job
         if fault.kind == "cut":
             self._hosts.cut(self._hosts.names[fault.host])
-            return None
-        ranks = self._job.ranks(fault.host)
+            return Victim(None, "node 1 (")  # to the first host the other is gone in any case
         if fault.victim == "rank":
-            pid = ranks[int(fault.place * len(ranks))]
+            ranks = job.ranks(fault.host)
+            victim = ranks[int(fault.place * len(ranks))]
         else:
-            pid = self._job.launchers[fault.host].pid
-        os.kill(pid, SIGNALS[fault.kind])
-        return pid
+            victim = Victim(job.launchers[fault.host].pid, "node 1 (" if fault.host else "")
+        os.kill(victim.pid, SIGNALS[fault.kind])
+        return victim
 
     def _wait_for_consequences(
         self, fault: Fault, victim: int | None, starts: int, steps: int
@@ -547,9 +567,12 @@ def markdown(setting: Setting, found: Sequence[tuple[Campaign, list[Outcome]]]) 
             "",
             f"- faults: {counted['kinds']}",
             f"- outcomes: {counted['outcomes']}",
-            f"- steps lost: at most {facts['most_steps_lost']}, none that was in a checkpoint",
+            f"- steps lost: at most {facts['most_steps_lost']}, none that was in a checkpoint, and "
+            "none where a stop was asked for",
             f"- steps again, or the last process gone, after at most "
             f"{facts['longest_seconds']:.1f} s (bound: {BOUND_SECONDS:g})",
+            "- each rank or node that ended or restarted a run was named by its first launcher",
+            "- a launcher that stood still was killed once all else had ended",
             "- every run: bit by bit, in records and last checkpoint, one that was left alone",
             "",
             "| run | fault | victim, host | outcome | complete | went on from | steps lost | s |",
