@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Meeting:
 
     Attributes:
         environment: this rank's, with the number that it has from now on.
+        start: names this start of the run: all its ranks know it, and no other start has it.
         store: theirs, for as long as the run lasts.
         cluster: where each rank is.
         device: where this one computes.
@@ -44,6 +46,7 @@ class Meeting:
     """
 
     environment: RankEnvironment
+    start: str
     store: dist.Store
     cluster: Cluster
     device: torch.device
@@ -90,6 +93,7 @@ def meeting(config: Config, environment: RankEnvironment) -> Iterator[Meeting]:
         nodes = (Node(name, tuple(switches), number) for name, switches, number in seen["nodes"])
         met = Meeting(
             environment=replace(environment, rank=rank),
+            start=seen["start"],
             store=store,
             cluster=Cluster(tuple(seen["node_of_rank"]), tuple(nodes)),
             device=take_device(kind, seen["device_of_rank"][rank]),
@@ -143,6 +147,7 @@ def _conclude(config: Config, words: Sequence[Word]) -> Word:
     order, cluster = numbered(nodes, config.parallel.rank_order)
     devices = device_of_rank(words)
     return {
+        "start": secrets.token_hex(4),
         "order": order,
         "nodes": [(node.name, node.switches, node.number) for node in cluster.nodes],
         "node_of_rank": cluster.node_of_rank,

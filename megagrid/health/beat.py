@@ -1,8 +1,8 @@
 """Beats: what each rank writes of itself every few seconds, and how its run ended.
 
     RUN/ranks/
-      rank-00003.json    the last beat of rank 3; a file is replaced whole, never written into
-      verdict.json       why the ranks gave up waiting for each other, if they have
+      rank-00003.json          the last beat of rank 3; a file is replaced whole, never written into
+      verdict-1f3a9c2e.json    why the ranks of that start of the run gave up waiting for each other
 
 A rank that is stopped, dead, or holds the interpreter's lock writes none, so the age of its last is
 a finding too. Times are seconds since the epoch by the clock of the rank's host. Imports no torch.
@@ -24,7 +24,6 @@ from megagrid.grid.bootstrap import Job
 from megagrid.grid.placement import Coordinate
 
 FOLDER = "ranks"
-VERDICT = "verdict.json"
 
 STALE_BEATS = 5
 """Intervals without a beat after which a rank counts as silent."""
@@ -129,6 +128,7 @@ class Beat:
         doing: what it is doing in there.
         step_s: mean of its last steps.
         compute_s: of those, what it wasn't waiting for others; None where nothing is known.
+        start: names the start of the run that it is of, once the ranks have met; see `Meeting`.
         end: how it has ended.
     """
 
@@ -148,6 +148,7 @@ class Beat:
     step_s: float | None = None
     compute_s: float | None = None
     job: Job = field(default_factory=Job)
+    start: str | None = None
     end: End | None = None
 
     @property
@@ -235,12 +236,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def forget(run: Path, world_size: int) -> None:
-    """Remove what a former start of the run has left: its verdict, and beats of ranks that are no
-    longer. For who has the folder to itself."""
-    folder = run / FOLDER
-    with contextlib.suppress(OSError):
-        (folder / VERDICT).unlink(missing_ok=True)
-    for path in folder.glob("rank-*.json"):
+    """Remove the beats of ranks that a former start of the run had, and this one hasn't; verdicts
+    stay, for each names its start. For who has the folder to itself."""
+    for path in (run / FOLDER).glob("rank-*.json"):
         number = path.stem.partition("-")[2]
         if number.isdecimal() and int(number) >= world_size:
             with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
     phase, step   set by the run, as attributes of a `Pulse`
     stacks        looked at ten times a second: what the rank is doing, and how much of its time
                   goes by in waiting for others
+    the watch     asked every second whether the ranks give up
     a beat        written every few seconds
 
 Imports no torch, so that a rank beats while it imports it.
@@ -37,6 +38,9 @@ from megagrid.health.beat import (
 
 SAMPLE_SECONDS = 0.1
 """Between looks at the stacks; a look takes some 20 microseconds."""
+
+WATCH_SECONDS = 1.0
+"""Between looks at whether it is time to give up, however rare beats are."""
 
 
 class Pulse:
@@ -96,8 +100,7 @@ class Looks(Protocol):
 class Watches(Protocol):
     """See `megagrid.health.watch.Watch`."""
 
-    @property
-    def is_told(self) -> bool: ...
+    def has_told(self, start: str | None) -> bool: ...
 
     def look(self, heart: Heart, beat: Beat) -> None: ...
 
@@ -110,13 +113,14 @@ class LooksOut(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """What doesn't change of a rank while it runs."""
+    """What doesn't change of a rank once the ranks have met; until then it has no `start`."""
 
     rank: int
     world_size: int
     coordinate: Coordinate
     host: str
     job: Job
+    start: str | None = None
 
 
 class Heart:
@@ -126,7 +130,7 @@ class Heart:
         run: the run's folder.
         interval_s: between beats.
         pulse: of the run.
-        watch: looks at each beat, in the heart's thread, as does `lookout`.
+        watch: looks at how the rank is, in the heart's thread; `lookout` at each beat.
     """
 
     def __init__(
@@ -154,10 +158,10 @@ class Heart:
     @property
     def is_told(self) -> bool:
         """Whether a rank has said why the ranks give up."""
-        return self._watch is not None and self._watch.is_told
+        return self._watch is not None and self._watch.has_told(self._identity.start)
 
     def identify(self, identity: Identity) -> None:
-        """Beat for another rank from now on: ranks are renumbered once they know where all are."""
+        """Beat so from now on: once ranks have met, they have a start and maybe other numbers."""
         self._identity = identity
 
     def start(self) -> None:
@@ -195,8 +199,15 @@ class Heart:
             step_s=self._work.step_s,
             compute_s=self._work.compute_s,
             job=one.job,
+            start=one.start,
             end=self._end,
         )
+
+    def speak(self) -> Beat:
+        """Write a beat out of turn."""
+        beat = self.beat()
+        self._write(beat)
+        return beat
 
     def end(self, how: int | BaseException | End) -> None:
         """Write the last beat, which says how the rank has ended; the first word counts."""
@@ -218,20 +229,21 @@ class Heart:
             self._stop.set()
 
     def _live(self) -> None:
-        due = time.monotonic()
+        beat_at = watch_at = time.monotonic()
         while not self._stop.is_set():
+            now = time.monotonic()
             if self._looks is not None:
                 with contextlib.suppress(Exception):
                     self._looks.sample()
-            if time.monotonic() >= due:
-                due = time.monotonic() + self._interval_s
+            if now >= beat_at:
+                beat_at = now + self._interval_s
                 self._work.note(self.pulse, self._looks)
-                beat = self.beat()
-                self._write(beat)
-                if self._watch is not None:
-                    self._watch.look(self, beat)
+                beat = self.speak()
                 if self._lookout is not None:
                     self._lookout.look(beat)
+            if self._watch is not None and now >= watch_at:
+                watch_at = now + min(WATCH_SECONDS, self._interval_s)
+                self._watch.look(self, self.beat())
             self._stop.wait(SAMPLE_SECONDS)
 
     def _write(self, beat: Beat) -> None:

@@ -1,6 +1,7 @@
 """Who is to blame where ranks have waited for each other too long: what the last beats of all tell.
 
     what a rank's beats say                            what is made of it
+    they are of another start of the run               that one goes on, without this one
     none since long ago                                stopped (SIGSTOP), dead, or its host is
     it has ended                                       the others weren't told
     there is none                                      it never began
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megagrid.health.beat import COMPUTING, FOLDER, VERDICT, WAITING, Beat, name_ranks
+from megagrid.health.beat import COMPUTING, FOLDER, WAITING, Beat, name_ranks
 
 ROWS = 8
 """Of the table, at most: ranks that do the same share a row."""
@@ -38,16 +39,18 @@ class Finding:
         beat: its last; None if there is none.
         is_silent: whether it should have written another since.
         age_s: of the beat, or of the end.
+        is_foreign: whether the beat is of another start of the run.
     """
 
     rank: int
     beat: Beat | None
     is_silent: bool
     age_s: float
+    is_foreign: bool = False
 
     @property
     def has_ended(self) -> bool:
-        return self.beat is not None and self.beat.end is not None
+        return self.beat is not None and self.beat.end is not None and not self.is_foreign
 
     @property
     def is_busy(self) -> bool:
@@ -55,7 +58,8 @@ class Finding:
 
     @property
     def is_alive(self) -> bool:
-        return self.beat is not None and not self.is_silent and not self.has_ended
+        """As far as its beats are of this start."""
+        return not (self.beat is None or self.is_silent or self.has_ended or self.is_foreign)
 
     @property
     def who(self) -> str:
@@ -67,6 +71,8 @@ class Finding:
         beat = self.beat
         if beat is None:
             return "has written no beat: it hasn't begun"
+        if self.is_foreign:
+            return "beats for another start of the run, which goes on without this one"
         if beat.end is not None:
             return f"has ended: {beat.end.how}" + (f", {beat.end.line}" if beat.end.line else "")
         last = beat.doing.briefly
@@ -123,9 +129,9 @@ class Verdict:
         return json.dumps(told, indent=1)
 
 
-def verdict_file(run: Path) -> Path:
-    """Where the verdict of a run lies."""
-    return run / FOLDER / VERDICT
+def verdict_file(run: Path, start: str) -> Path:
+    """Where the verdict on a start of the run lies."""
+    return run / FOLDER / f"verdict-{start}.json"
 
 
 def of_this_start(beats: Mapping[int, Beat]) -> dict[int, Beat]:
@@ -162,6 +168,8 @@ def judge(
         if beat is None:
             return Finding(rank, None, False, 0.0)
         age = now - (beat.time if beat.end is None else beat.end.time)
+        if None not in (beat.start, waiting.start) and beat.start != waiting.start:
+            return Finding(rank, beat, False, age, is_foreign=True)
         has_moved = former is None or former.time != beat.time or rank == waiting.rank
         is_silent = beat.end is None and not has_moved and age > patience_s
         return Finding(rank, beat, is_silent, age)
@@ -184,6 +192,7 @@ def _blame(waiting: Beat, findings: Sequence[Finding]) -> tuple[tuple[int, ...],
 
 
 _GUILT: tuple[Callable[[Finding], bool], ...] = (
+    lambda found: found.is_foreign,
     lambda found: found.is_silent,
     lambda found: found.has_ended,
     lambda found: found.beat is None,

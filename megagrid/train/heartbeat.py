@@ -16,8 +16,8 @@ BEATS_IN_TIMEOUT = 10
 """Beats while a rank waits for as long as it may: enough to tell silence from a late one."""
 
 
-def identify(config: Config, environment: RankEnvironment) -> Identity:
-    """Who a rank is, by the number that it has in `environment`."""
+def identify(config: Config, environment: RankEnvironment, start: str | None = None) -> Identity:
+    """Who a rank is, by the number that it has in `environment`, and of which start of the run."""
     grid = placement(config, environment.world_size)
     return Identity(
         rank=environment.rank,
@@ -25,6 +25,7 @@ def identify(config: Config, environment: RankEnvironment) -> Identity:
         coordinate=grid.coordinate(environment.rank),
         host=environment.host,
         job=bootstrap.read_job(),
+        start=start,
     )
 
 

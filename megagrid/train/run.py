@@ -87,10 +87,9 @@ def train(config: Config, stop: StopRequest, heart: Heart) -> int:
         deterministic_kernels(config.train.deterministic),
         stop.by_signals(),
     ):
-        if met.is_reordered:
-            heart.identify(identify(config, met.environment))
-            if grid.rank == 0:
-                print(renumbering(met), flush=True)
+        heart.identify(identify(config, met.environment, met.start))
+        if met.is_reordered and grid.rank == 0:
+            print(renumbering(met), flush=True)
         pulse.device = str(grid.device)
         pulse.enter(LOADING)
         config = with_shard_size(config, grid.dp_shard.size)

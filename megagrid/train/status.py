@@ -210,8 +210,9 @@ def _health(
     """One of `CODES`, and why."""
     if ranks.alive:
         return _health_of_living(ranks, records, since_step_s)
-    if _verdict(run) and ranks.first_that(LEFT_ALONE):
-        return FAILED, _verdict(run)
+    alone = ranks.first_that(LEFT_ALONE)
+    if alone and (told := _verdict(run, alone.start)):
+        return FAILED, told
     if wrong := ranks.first_that(MISTAKEN) or ranks.first_that(CRASH):
         return FAILED, f"{wrong.who}: {wrong.end.line or wrong.end.how}"
     if ranks.silent and not ranks.first_that(STOPPED_AND_SAVED, DONE):
@@ -219,7 +220,7 @@ def _health(
         last = max(beat.time for beat in ranks.silent)
         ago = f"{ranks.now - last:.0f} s ago"
         return FAILED, f"without a word since {ago}: {who}; killed, or the host is down"
-    if alone := ranks.first_that(LEFT_ALONE):
+    if alone:
         return FAILED, alone.end.line
     if ranks.first_that(INTERRUPT):
         return FAILED, "interrupted; nothing was saved after its last checkpoint"
@@ -283,10 +284,12 @@ def _config(run: Path) -> Config | None:
         return None
 
 
-def _verdict(run: Path) -> str:
-    """What the ranks that gave up waiting have said; "" if none has."""
+def _verdict(run: Path, start: str | None) -> str:
+    """What the ranks of `start` that gave up waiting have said; "" if none has."""
+    if start is None:
+        return ""
     try:
-        return json.loads(verdict_file(run).read_bytes())["line"]
+        return json.loads(verdict_file(run, start).read_bytes())["line"]
     except (OSError, ValueError, KeyError):
         return ""
 

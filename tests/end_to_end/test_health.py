@@ -58,7 +58,8 @@ def beats(run: Job) -> dict[int, Beat]:
 
 
 def verdict(run: Job) -> dict:
-    return json.loads((run.folder / "run" / "ranks" / "verdict.json").read_text())
+    (path,) = (run.folder / "run" / "ranks").glob("verdict-*.json")
+    return json.loads(path.read_text())
 
 
 def told(run: Job) -> str:

@@ -127,6 +127,12 @@ def test_ranks_are_renumbered_so_that_those_of_a_node_are_neighbours(tmp_path):
     assert renumbering(found[0]).endswith("0 to 3 are the launcher's 0 2 1 3")
 
 
+def test_ranks_that_have_met_share_a_name_that_no_other_start_has(tmp_path):
+    starts = [{met.start for met in met_by_all(tmp_path, CYCLIC)} for _ in range(2)]
+    assert [len(names) for names in starts] == [1, 1]
+    assert starts[0] != starts[1]
+
+
 def test_the_launchers_order_is_kept_where_the_recipe_says_so(tmp_path):
     found = met_by_all(tmp_path, CYCLIC, {"parallel": {"rank_order": "launcher"}})
     assert [met.environment.rank for met in found] == [0, 1, 2, 3]

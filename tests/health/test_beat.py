@@ -46,7 +46,6 @@ def test_a_smaller_grid_leaves_no_beats_of_the_larger_one(tmp_path):
     (tmp_path / "ranks").mkdir()
     for rank in range(4):
         write_whole(beat_file(tmp_path, rank), beat(rank).to_json())
-    (tmp_path / "ranks" / "verdict.json").write_text("{}")
     forget(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == [
         "rank-00000.json",

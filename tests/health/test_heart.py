@@ -13,6 +13,7 @@ import pytest
 
 from megagrid.errors import DataError
 from megagrid.grid.bootstrap import Job
+from megagrid.health import heart as heart_module
 from megagrid.health.beat import (
     COMPUTING,
     DONE,
@@ -82,6 +83,42 @@ def test_phases_and_steps_are_told_as_the_run_goes_on(tmp_path):
     assert (saving.phase, saving.step) == (SAVING, 1)
     assert (later.phase, later.step, later.doing.what) == (TRAINING, 5, "Linear.forward")
     assert later.compute_s == pytest.approx(0.75 * later.step_s)
+
+
+class Counts:
+    """A watch that has nothing to do."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def has_told(self, start: str | None) -> bool:
+        return start == "a"
+
+    def look(self, heart: Heart, beat: Beat) -> None:
+        self.steps.append(beat.step)
+
+
+def test_the_watch_looks_however_rare_beats_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(heart_module, "WATCH_SECONDS", 0.0)
+    identity = Identity(3, GRID.world_size, GRID.coordinate(3), "here", Job())
+    beats = Heart(tmp_path, identity, 3600.0, Pulse(), watch := Counts())
+    with beats.beating():
+        first = next_beat(tmp_path, 0.0)
+        beats.pulse.made(8)
+        deadline = time.monotonic() + 30
+        while 8 not in watch.steps:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert read_beat(beat_file(tmp_path, 3)) == first
+
+
+def test_a_rank_is_of_a_start_once_the_ranks_have_met(tmp_path):
+    identity = Identity(3, GRID.world_size, GRID.coordinate(3), "here", Job())
+    beats = Heart(tmp_path, identity, 3600.0, Pulse(), Counts())
+    assert (beats.speak().start, beats.is_told) == (None, False)
+    beats.identify(replace(identity, start="a"))
+    assert (beats.speak().start, beats.is_told) == ("a", True)
+    assert read_beat(beat_file(tmp_path, 3)).start == "a"
 
 
 class BadLooks(Looks):

@@ -70,6 +70,18 @@ def test_beats_of_a_former_start_are_none():
     assert verdict(RANK2, RANK3, former).line.endswith("it hasn't begun")
 
 
+def test_a_rank_that_the_run_has_left_behind_says_so_and_blames_nobodys_work():
+    mine = replace(RANK0, start="a")
+    others = [beat(rank, start="b") for rank in (1, 2)]
+    every = {one.rank: one for one in (*others, replace(RANK3, start="a"))}
+    told = judge(mine, every, every, NOW, limit=LIMIT, patience_s=10.0)
+    assert told.blamed == (1, 2)
+    assert told.line.startswith(
+        f"{BEGINS}rank 1 (pp0 dp0 cp0 tp1, node0) beats for another start of the run, which goes "
+        "on without this one; rank 2 ("
+    )
+
+
 def test_silence_is_worse_than_work():
     """A rank that waits outside of collectives for the one that is stopped isn't blamed."""
     told = verdict(RANK2, beat(1, time=NOW - 61), beat(3))

@@ -183,9 +183,16 @@ def test_how_a_run_has_ended_is_told_from_what_its_ranks_left(made, ends, health
 
 
 def test_a_verdict_is_the_reason_of_a_run_that_gave_up_waiting(made):
-    made.ranks(*ranks(end=ended(LEFT_ALONE, 3, "another rank gave up")))
-    verdict_file(made.folder).write_text(json.dumps({"line": "rank 1 is stopped"}))
+    made.ranks(*ranks(end=ended(LEFT_ALONE, 3, "another rank gave up"), start="b"))
+    for start, line in (("a", "rank 0 hangs"), ("b", "rank 1 is stopped")):
+        verdict_file(made.folder, start).write_text(json.dumps({"line": line}))
     assert (made.status().health, made.status().reason) == ("failed", "rank 1 is stopped")
+
+
+def test_a_verdict_on_another_start_is_no_reason(made):
+    made.ranks(*ranks(end=ended(LEFT_ALONE, 3, "rank 0 lost a peer"), start="b"))
+    verdict_file(made.folder, "a").write_text(json.dumps({"line": "rank 0 hangs"}))
+    assert made.status().reason == "rank 0 lost a peer"
 
 
 def test_a_run_without_beats_is_told_by_its_records(made):
