@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -57,6 +57,12 @@ has been saving, or evaluating, for so many."""
 
 NAMED = 8
 """Silent ranks that are named, at most."""
+
+CLOCKS_DIFFER_S = 600.0
+"""By so much at most: a run whose last beat is older isn't waited for."""
+
+BEATS_WAITED, MOST_WAITED_S = 1.5, 30.0
+"""Intervals, and seconds at most, until a beat must have been followed by another."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +125,36 @@ class Status:
         return asdict(self)
 
 
-def status_of(run: Path, now: float) -> Status:
+def look_at(
+    runs: Sequence[Path], clock: Callable[[], float], sleep: Callable[[float], object]
+) -> list[Status]:
+    """How runs are. One whose ranks all seem silent, but only by the clock of a machine that isn't
+    theirs, is looked at again after a beat: ranks that have written another live.
+
+    Raises:
+        DataError: a folder isn't a run's.
+    """
+    now = clock()
+    seen = {run: last for run in runs if (last := _last_if_doubtful(run, now)) is not None}
+    if seen:
+        longest = max(beat.interval_s for beat in seen.values())
+        sleep(min(BEATS_WAITED * longest, MOST_WAITED_S))
+        now = clock()
+    return [status_of(run, now, seen.get(run)) for run in runs]
+
+
+def status_of(run: Path, now: float, seen: Beat | None = None) -> Status:
     """How a run is at `now`, in seconds since the epoch.
+
+    Args:
+        seen: the last beat that was there when the run was looked at before.
 
     Raises:
         DataError: the folder isn't a run's.
     """
-    ranks = _Ranks(of_this_start(read_beats(run)), now)
+    beats = of_this_start(read_beats(run))
+    now = _by_their_clocks(beats, now, seen)
+    ranks = _Ranks(beats, now)
     records = _recent(run / "metrics.jsonl")
     config = _config(run)
     saved = newest_sound(run, now)
@@ -134,7 +163,7 @@ def status_of(run: Path, now: float) -> Status:
     total = config.train.total_steps if config is not None else None
     step = max([record.step for record in records[-1:]], default=saved.step if saved else 0)
     step_s = fmean(record.step_time_s for record in records) if records else None
-    since = now - (run / "metrics.jsonl").stat().st_mtime if records else None
+    since = max(0.0, now - (run / "metrics.jsonl").stat().st_mtime) if records else None
     health, reason = _health(run, ranks, step, total, records, since)
     is_going_on = health == RUNNING and step_s is not None and total is not None
     newest = max(ranks.beats.values(), key=lambda beat: beat.started, default=None)
@@ -159,6 +188,28 @@ def status_of(run: Path, now: float) -> Status:
         job=newest.job.id if newest else None,
         restarts=newest.job.restarts if newest else 0,
     )
+
+
+def _last(beats: Mapping[int, Beat]) -> Beat | None:
+    """The last beat of ranks that haven't said that they end."""
+    going_on = (beat for beat in beats.values() if beat.end is None)
+    return max(going_on, key=lambda beat: beat.time, default=None)
+
+
+def _last_if_doubtful(run: Path, now: float) -> Beat | None:
+    """The last beat of a run, if it is overdue by so little that it may be a clock that differs."""
+    last = _last(of_this_start(read_beats(run)))
+    if last is None or last.host == bootstrap.host_name() or not last.is_silent(now):
+        return None
+    return last if now - last.time <= CLOCKS_DIFFER_S else None
+
+
+def _by_their_clocks(beats: Mapping[int, Beat], now: float, seen: Beat | None) -> float:
+    """`now`, no later than a rank that lives will beat again."""
+    last = _last(beats)
+    if last is None or (last.is_silent(now) and (seen is None or seen.time == last.time)):
+        return now
+    return min(now, last.time + last.interval_s)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from pathlib import Path
 from megagrid.config.arguments import path_argument
 from megagrid.errors import DataError
 from megagrid.train.console import format_duration
-from megagrid.train.status import WORST_FIRST, Status, is_run, status_of
+from megagrid.train.status import WORST_FIRST, Status, is_run, look_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print how the runs are; the exit code says it too."""
-    now = time.time()
-    found = [status_of(path, now) for name in arguments.runs for path in _runs(name)]
+    paths = [path for name in arguments.runs for path in _runs(name)]
+    found = look_at(paths, time.time, time.sleep)
     if arguments.json:
         told = [status.to_json() for status in found]
         print(json.dumps(told[0] if len(told) == 1 else told, indent=1))

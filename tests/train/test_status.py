@@ -35,7 +35,7 @@ from megagrid.health.beat import (
 from megagrid.health.verdict import verdict_file
 from megagrid.train import status as status_module
 from megagrid.train.metrics import last_records, read_records
-from megagrid.train.status import Status, status_of
+from megagrid.train.status import Status, look_at, status_of
 from tests.end_to_end.t0 import t0
 from tests.health.beats import NOW, beat
 from tests.train.test_metrics import record
@@ -145,6 +145,43 @@ def test_a_rank_whose_process_is_gone_from_this_host_is_silent_at_once(made):
     here = {"host": platform.node(), "pid": 2**22 + 1}
     made.ranks(beat(0, DP2), beat(1, DP2, **here))
     assert made.status().silent == (f"rank 1 (pp0 dp1 cp0 tp0, {here['host']})",)
+
+
+AHEAD = 25.0
+"""Seconds by which the clock of a machine differs from those of the ranks' hosts."""
+
+
+@pytest.mark.parametrize(
+    ("beats_again", "health", "silent"),
+    [((0, 1), "running", 0), ((0,), "running", 1), ((), "failed", 0)],
+)
+def test_ranks_are_silent_that_write_nothing_while_they_are_looked_at_whatever_the_clock_says(
+    made, beats_again, health, silent
+):
+    made.steps(40, ago=1.0)
+    made.ranks(beat(0, DP2), beat(1, DP2, time=NOW - 1 if 1 in beats_again else NOW - 60))
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        made.ranks(*(beat(rank, DP2, time=NOW + 1) for rank in beats_again))
+
+    (found,) = look_at([made.folder], lambda: NOW + AHEAD + sum(waited), sleep)
+    assert waited == [3.0]
+    assert (found.health, len(found.silent)) == (health, silent)
+    assert found.since_step_s < 10 or health == "failed"
+
+
+@pytest.mark.parametrize(
+    "keys", [{"time": NOW - 700}, {"time": NOW - 9}, {"host": platform.node(), "time": NOW - 60}]
+)
+def test_a_run_is_looked_at_once_where_the_clock_is_no_question(made, keys):
+    made.ranks(*ranks(**keys))
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(seconds)
+
+    assert look_at([made.folder], lambda: NOW, sleep) == [made.status()]
 
 
 ENDS = {
