@@ -177,20 +177,47 @@ def test_a_mistake_is_one_line_before_any_rank_starts(job, change, says):
     assert says in ended.err
 
 
+AGENTS = {"MEGAGRID_STYLE": "nodes"}
+
+
 @pytest.mark.parametrize(
     ("job_has", "step_has", "threads"),
     [
-        ({}, "--ntasks-per-node 2 --cpus-per-task 4", "4"),
-        ({"SLURM_CPUS_PER_TASK": "3"}, "--ntasks-per-node 2 --cpus-per-task 3", "3"),
+        ({}, "--ntasks-per-node 2 --ntasks 4 --cpus-per-task 4", "4"),
+        ({"SLURM_CPUS_PER_TASK": "3"}, "--ntasks-per-node 2 --ntasks 4 --cpus-per-task 3", "3"),
         (
-            {"MEGAGRID_STYLE": "nodes", "MEGAGRID_RANKS_PER_NODE": "4"},
-            "--ntasks-per-node 1 --cpus-per-task 8",
+            AGENTS | {"MEGAGRID_RANKS_PER_NODE": "4"},
+            "--ntasks-per-node 1 --ntasks 2 --cpus-per-task 8",
             "2",
         ),
-        ({"OMP_NUM_THREADS": "5"}, "--ntasks-per-node 2 --cpus-per-task 4", "5"),
-        ({"SLURM_JOB_CPUS_PER_NODE": "1(x2)"}, "--ntasks-per-node 2 --cpus-per-task 1", "1"),
+        (
+            AGENTS | {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "4"},
+            "--ntasks-per-node 1 --ntasks 2 --cpus-per-task 32",
+            "4",
+        ),
+        (
+            AGENTS
+            | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "12"}
+            | {"MEGAGRID_RANKS_PER_NODE": "4"},
+            "--ntasks-per-node 1 --ntasks 2 --cpus-per-task 12",
+            "3",
+        ),
+        ({"OMP_NUM_THREADS": "5"}, "--ntasks-per-node 2 --ntasks 4 --cpus-per-task 4", "5"),
+        (
+            {"SLURM_JOB_CPUS_PER_NODE": "1(x2)"},
+            "--ntasks-per-node 2 --ntasks 4 --cpus-per-task 1",
+            "1",
+        ),
     ],
-    ids=["all of the smallest node", "stated", "agents", "threads stated", "fewer than ranks"],
+    ids=[
+        "all of the smallest node",
+        "stated",
+        "agents",
+        "agents of a job with a task a rank",
+        "agents of a job with a task a node",
+        "threads stated",
+        "fewer than ranks",
+    ],
 )
 def test_ranks_share_the_cores_of_their_node(job, job_has, step_has, threads):
     ended = job.start("echo threads $OMP_NUM_THREADS", **job_has)
