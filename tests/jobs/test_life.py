@@ -4,12 +4,17 @@ there. With a real one in tests/slurm."""
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from megagrid.errors import MegagridError
 from megagrid.jobs.script import Job, Member, script
+from megagrid.launcher.launch import Rendezvous
+from megagrid.launcher.link import Link, first_word
+from megagrid.launcher.rounds import Council, Terms
 from tests.jobs.job import EXITED, SAVE, FakeJob
 
 
@@ -18,7 +23,7 @@ def job(tmp_path) -> FakeJob:
     return FakeJob(tmp_path)
 
 
-MISTAKEN, STOPPED = EXITED.format(2), EXITED.format(75)
+MISTAKEN, STOPPED, MISSED = EXITED.format(2), EXITED.format(75), EXITED.format(69)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,10 @@ MISTAKEN, STOPPED = EXITED.format(2), EXITED.format(75)
         (f"{SAVE} exit 75", 75, ["7"], "job 7 was stopped by a signal, and is saved"),
         (f"{SAVE} {STOPPED} exit 143", 75, ["7"], "job 7 was stopped by a signal, and is saved"),
         (f"{MISTAKEN} {STOPPED} exit 143", 2, [], "job 7 failed: a mistake, told above"),
+        ("exit 69", 69, ["7"], "job 7 missed something that may be there later"),
+        (f"{MISSED} exit 143", 69, ["7"], "job 7 missed something that may be there later"),
+        (f"{STOPPED} {MISSED} exit 143", 75, ["7"], "job 7 was stopped by a signal before it"),
+        (f"{MISTAKEN} {MISSED} exit 143", 2, [], "job 7 failed: a mistake, told above"),
         (f"{SAVE} exit 137", 137, ["7"], "job 7 ended with 137, and goes on from its last"),
         ("exit 137", 137, [], "job 7 failed: it ended before it had saved"),
         ("exit 1", 1, [], "job 7 failed: it ended before it had saved"),
@@ -43,6 +52,10 @@ MISTAKEN, STOPPED = EXITED.format(2), EXITED.format(75)
         "stopped",
         "stopped, the others killed",
         "mistake, the others killed",
+        "missed",
+        "missed, the others killed",
+        "missed and stopped",
+        "missed and mistake",
         "crash after a save",
         "crash at the start",
         "failure at the start",
@@ -109,6 +122,48 @@ def test_a_run_that_crashes_and_goes_on_does_so_three_times(job):
     assert "job 7 failed: it has ended so four times" in last.out
 
 
+def test_what_is_missing_is_waited_for_by_three_more_starts_or_as_many_after_each_save(job):
+    assert [job.start("exit 69").requeued for _ in range(3)] == [["7"]] * 3
+    assert job.start(f"{SAVE} exit 69").requeued == ["7"]
+    assert [job.start("exit 69").requeued for _ in range(3)] == [["7"]] * 3
+    last = job.start("exit 69")
+    assert (last.code, last.requeued) == (69, [])
+    assert "job 7 failed: what it needs was missing four times in a row" in last.out
+
+
+def refused_port() -> str:
+    """What the agent of node 0 says where another program has its port."""
+    with socket.create_server(("", 0)) as other:
+        where = Rendezvous("10.0.0.1", other.getsockname()[1])
+        with pytest.raises(MegagridError) as refused:
+            Link(0, where, first_word(1, "run"), Council(Terms(fewest=2, most=2)))
+    return str(refused.value)
+
+
+AGENT_LOSES_PORT = """\
+[[ ! -e lost ]] || {{ cat lost; exit 0; }}
+echo "error: {refused}" | tee lost
+exit {code}
+"""
+
+
+@pytest.mark.parametrize("code", [2, 69])
+def test_agents_whose_port_another_program_has_taken_get_another_one(job, code):
+    ranks = AGENT_LOSES_PORT.format(refused=refused_port(), code=code)
+    ended = job.start(ranks, MEGAGRID_STYLE="nodes")
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "job 7 is done")
+    first, second = re.findall(r"--rendezvous 10\.0\.0\.1:(\d+)", ended.ranks)
+    assert first != second
+
+
+def test_agents_that_get_no_port_end_their_job_and_a_mistake_isnt_repeated(job):
+    never = job.start(f'echo "error: {refused_port()}"; exit 69', MEGAGRID_STYLE="nodes")
+    assert (never.ranks.count("--rendezvous"), never.code, never.requeued) == (5, 69, ["7"])
+    ranks = AGENT_LOSES_PORT.format(refused=refused_port(), code=69)
+    mistaken = job.start(ranks.replace("cat lost; exit 0", "exit 2"), MEGAGRID_STYLE="nodes")
+    assert (mistaken.ranks.count("--rendezvous"), mistaken.code, mistaken.requeued) == (2, 2, [])
+
+
 @pytest.mark.parametrize(
     ("end", "code", "says"),
     [
@@ -123,6 +178,8 @@ def test_a_chain_ends_with_the_job_that_is_done_or_would_only_fail_again(
     member = Member(("recipe.toml",), Path("run"))
     one = Job("recipe.toml", (), "ranks", 2, 3, False, "001", sys.executable, (member,))
     chained.write_text(script(one))
+    missed = job.start("exit 69", script=chained, SLURM_JOB_ID="6")
+    assert (missed.code, missed.requeued) == (69, [])
     first = job.start(f"{SAVE} exit 75", script=chained)
     assert (first.code, first.requeued) == (75, [])
     second = job.start(end, script=chained, SLURM_JOB_ID="8")
