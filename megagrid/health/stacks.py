@@ -15,12 +15,14 @@ has shown of a frame's locals for as long as the frame lives.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePath
@@ -76,6 +78,10 @@ class StackSampler:
 
     def sample(self) -> None:
         """Look once."""
+        with _nothing_collected():
+            self._look()
+
+    def _look(self) -> None:
         frames = self._frames()
         if not frames:
             return
@@ -102,7 +108,11 @@ class StackSampler:
         Args:
             settled_s: seconds that it must have been somewhere to be asked for more.
         """
-        self.sample()
+        with _nothing_collected():
+            self._look()
+            return self._seen(settled_s)
+
+    def _seen(self, settled_s: float) -> Doing:
         frames = self._frames()
         if not frames or len(frames) != len(self._since):
             return Doing(COMPUTING, "", since=self._still_since)
@@ -173,6 +183,24 @@ class StackSampler:
         if self._has_device and WAITS_FOR_DEVICE.search(line) and module not in THREADS_WAIT_IN:
             return DEVICE
         return COMPUTING
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector from working, in any thread, while frames are looked at.
+
+    To ask another thread's frame for the one below it makes an object, for which CPython before
+    3.12 may collect garbage, at whose end other Python code may run: the frame that was asked for
+    has returned meanwhile, and what we get is a piece of memory (python/cpython #106883: or a
+    deadlock).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _along(doing: Doing, axis: str, ranks: tuple[int, ...], mine: int) -> Doing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -47,6 +49,48 @@ class Looker:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
+
+
+LOOKS_WHILE_GARBAGE_IS_COLLECTED = """
+import gc, sys, threading, time
+from megagrid.health.stacks import StackSampler
+
+sampler = StackSampler(has_device=False)
+
+def look():
+    for _ in range(200):
+        sampler.sample()
+        sampler.doing(settled_s=0.0)
+
+looker = threading.Thread(target=look)
+
+def let_others_run(phase, info):
+    if threading.current_thread() is looker:
+        time.sleep(0.001)
+
+gc.callbacks.append(let_others_run)
+gc.set_threshold(5)
+
+def down(depth, *more):
+    return up(depth - 1, depth, *more) if depth else len(more)
+
+def up(depth, *more):
+    a = b = c = more
+    return down(depth - 1, *a, *b[:2]) + len(c) if depth else 0
+
+looker.start()
+while looker.is_alive():
+    for depth in range(12):
+        down(depth)
+assert gc.isenabled()
+"""
+
+
+def test_a_look_survives_the_garbage_collector():
+    """In a process of its own, for CPython 3.11 might crash, as it did within a look or two."""
+    program = [sys.executable, "-X", "faulthandler", "-c", LOOKS_WHILE_GARBAGE_IS_COLLECTED]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
 
 
 def outer_loop(seconds: float) -> None:
