@@ -62,6 +62,9 @@ MOST_SIGNAL_SECONDS = 65_535
 
 MAX_RESTARTS = 3
 
+Overrides = tuple[str, ...]
+"""Of a recipe's keys: section.key=value."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `megagrid submit` takes."""
@@ -92,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number(
         parser,
         "--signal-seconds",
-        "before the time limit, when the run is asked to save and stop (300)",
-        default=300,
+        "before the time limit, when the run is asked to save and stop; without it as many as that "
+        "may take by the recipe, checkpoint.seconds_to_stop",
     )
     parser.add_argument(
         "--requeue",
@@ -130,22 +133,22 @@ def run(arguments: argparse.Namespace) -> int:
     base = load(arguments.recipe, arguments.overrides)
     ranks = _ranks_per_node(arguments, base)
     runs = _runs(arguments, base)
-    for _, config in runs:
-        grid = _check_grid(config, Cluster.uniform(arguments.nodes, ranks))
+    cluster = Cluster.uniform(arguments.nodes, ranks)
+    grids = [(config, _check_grid(config, cluster)) for _, config in runs]
+    for config, _ in grids:
         _check_files(config, arguments.dry_run)
-    folder = _next_folder([Path(config.logging.run_dir) for _, config in (((), base), *runs)])
-    members = tuple(
-        Member((str(folder / "recipe.toml"), *overrides), Path(config.logging.run_dir))
-        for overrides, config in runs
-    )
-    text = script(_job(arguments, folder, members, ranks))
-    if not arguments.dry_run:
-        sbatch.check_is_here()
-    _tell_grid(runs[0][1], grid, arguments, sys.stderr if arguments.dry_run else sys.stdout)
+    arguments.signal_seconds = _signal_seconds(arguments, [config for config, _ in grids])
+    run_dirs = [Path(base.logging.run_dir), *(Path(config.logging.run_dir) for config, _ in grids)]
     if arguments.dry_run:
-        print(text, end="")
+        _tell_grids(grids, arguments.nodes, sys.stderr)
+        folder = _next_folder(run_dirs)
+        print(script(_job(arguments, folder, _members(folder, runs), ranks)), end="")
         return 0
-    _write(Path(arguments.recipe), folder, text)
+    sbatch.check_is_here()
+    _tell_grids(grids, arguments.nodes, sys.stdout)
+    folder = _make_folder(run_dirs)
+    members = _members(folder, runs)
+    _write(Path(arguments.recipe), folder, script(_job(arguments, folder, members, ranks)))
     _tell_jobs(_submit(folder, arguments.chain), folder, members)
     return 0
 
@@ -166,22 +169,39 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise GridError(
             "--chain and --array don't go together; submit each run's chain, or rely on --requeue"
         )
-    if not 0 <= arguments.signal_seconds <= MOST_SIGNAL_SECONDS:
+    if not 0 <= (arguments.signal_seconds or 0) <= MOST_SIGNAL_SECONDS:
         raise GridError(
             f"--signal-seconds {arguments.signal_seconds} must be from 0 to {MOST_SIGNAL_SECONDS}"
         )
     _check_restarts(arguments)
-    if arguments.time is not None and sbatch.seconds(arguments.time) <= arguments.signal_seconds:
-        raise GridError(
-            f"--time {arguments.time} is over before --signal-seconds {arguments.signal_seconds}: "
-            "the run would be asked to stop as it starts; raise the one or lower the other"
-        )
     texts = [getattr(arguments, name) or "" for name in (*PASSED_ON, "job_name")]
     for text in (*texts, *arguments.sbatch_option):
         if "\n" in text:
             raise GridError(f"{text!r} has more than one line; sbatch's options have one")
     for text in arguments.sbatch_option:
         _check_sbatch_option(text)
+
+
+def _signal_seconds(arguments: argparse.Namespace, runs: Sequence[Config]) -> int:
+    """How long before the time limit all `runs` are asked to stop: as long as they may take.
+
+    Raises:
+        GridError: the time limit is shorter.
+    """
+    most = max(config.checkpoint.seconds_to_stop for config in runs)
+    stated = arguments.signal_seconds
+    seconds = min(most, MOST_SIGNAL_SECONDS) if stated is None else stated
+    if arguments.time is not None and sbatch.seconds(arguments.time) <= seconds:
+        raise GridError(
+            f"--time {arguments.time} is over before --signal-seconds {seconds}: "
+            "the run would be asked to stop as it starts; raise the one or lower the other"
+        )
+    if seconds < most:
+        warn_on_stderr(
+            f"--signal-seconds {seconds} is less than checkpoint.seconds_to_stop={most}: a save "
+            "that isn't whole at the time limit is lost, and SLURM doesn't requeue such a job"
+        )
+    return seconds
 
 
 def _check_restarts(arguments: argparse.Namespace) -> None:
@@ -260,7 +280,7 @@ def _check_files(config: Config, is_dry: bool) -> None:
 # --- What is submitted ---------------------------------------------------------------------------
 
 
-def _runs(arguments: argparse.Namespace, base: Config) -> list[tuple[tuple[str, ...], Config]]:
+def _runs(arguments: argparse.Namespace, base: Config) -> list[tuple[Overrides, Config]]:
     """The overrides of each run, and what comes of them."""
     stated = tuple(arguments.overrides)
     if not arguments.array:
@@ -280,6 +300,25 @@ def _next_folder(run_dirs: Sequence[Path]) -> Path:
     names = [path.name for run_dir in run_dirs for path in (run_dir / JOBS).glob("[0-9]*")]
     number = 1 + max((int(name) for name in names if name.isdigit()), default=0)
     return run_dirs[0] / JOBS / f"{number:03}"
+
+
+def _make_folder(run_dirs: Sequence[Path]) -> Path:
+    """`_next_folder`, which then is this submission's alone, of all at one moment."""
+    while True:
+        folder = _next_folder(run_dirs)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except OSError as error:
+            if not folder.is_dir():
+                raise _unwritable(folder, error) from None
+
+
+def _members(folder: Path, runs: Sequence[tuple[Overrides, Config]]) -> tuple[Member, ...]:
+    return tuple(
+        Member((str(folder / "recipe.toml"), *overrides), Path(config.logging.run_dir))
+        for overrides, config in runs
+    )
 
 
 def _job(
@@ -331,40 +370,60 @@ def _options(
 def _write(recipe: Path, folder: Path, text: str) -> None:
     """The script, and the recipe as it is now: a job that starts again next week runs the same."""
     try:
-        folder.mkdir(parents=True)
         shutil.copyfile(recipe, folder / "recipe.toml")
         (folder / "job.sbatch").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise GridError(
-            f"{folder} can't be written to ({error.strerror}); name another logging.run_dir"
-        ) from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> GridError:
+    return GridError(
+        f"{folder} can't be written to ({error.strerror}); name another logging.run_dir"
+    )
 
 
 def _submit(folder: Path, chain: int) -> list[str]:
-    """The jobs' numbers."""
+    """The jobs' numbers.
+
+    Raises:
+        GridError: sbatch refuses one; names those that are there already.
+    """
     numbers: list[str] = []
     for _ in range(chain):
         after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
-        numbers.append(sbatch.submit(folder / "job.sbatch", after))
+        try:
+            numbers.append(sbatch.submit(folder / "job.sbatch", after))
+        except GridError as error:
+            if not numbers:
+                raise
+            raise GridError(
+                f"{error}; of --chain {chain}, {len(numbers)} are submitted: let them run, or "
+                f"scancel {' '.join(numbers)}"
+            ) from None
     return numbers
 
 
 # --- What the user is told -----------------------------------------------------------------------
 
 
-def _tell_grid(
-    config: Config, grid: Placement, arguments: argparse.Namespace, where: TextIO
-) -> None:
-    sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in reversed(AXES))
+def _tell_grids(runs: Sequence[tuple[Config, Placement]], nodes: int, where: TextIO) -> None:
+    """A line for each grid of the runs', with the most that a rank of any of them takes."""
+    peaks: dict[str, int] = {}
+    for config, grid in runs:
+        sizes = " x ".join(f"{axis} {grid.size(axis)}" for axis in reversed(AXES))
+        told = f"{grid.world_size} ranks = {sizes} (innermost first) on {nodes} nodes"
+        peaks[told] = max(peaks.get(told, 0), _peak(config, grid))
+    for told, peak in peaks.items():
+        size = size_text(peak, is_binary=True)
+        print(f"{told}; a rank's tensors take {size} at most, by estimate", file=where)
+
+
+def _peak(config: Config, grid: Placement) -> int:
+    """Bytes of the rank that has most."""
     is_fused = config.train.device != "cpu"
-    peak = max(
+    return max(
         peak_bytes(config, grid, Coordinate(pp, 0, 0, 0), fused_norms=is_fused).total
         for pp in range(grid.pp)
-    )
-    print(
-        f"{grid.world_size} ranks = {sizes} (innermost first) on {arguments.nodes} nodes; a rank's "
-        f"tensors take {size_text(peak, is_binary=True)} at most, by estimate",
-        file=where,
     )
 
 

@@ -43,7 +43,8 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def seconds(time: str) -> float:
-    """A time limit as SLURM takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or UNLIMITED.
+    """A time limit as SLURM takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or UNLIMITED, which 0 is
+    too.
 
     Raises:
         GridError: it is none of these.
@@ -56,4 +57,5 @@ def seconds(time: str) -> float:
     parts = {name: int(text or 0) for name, text in match.groupdict().items()}
     hours = 24 * parts["days"] + parts["hours"] + parts["h"]
     minutes = parts["minutes"] + parts["m"] + parts["min"]
-    return 3600 * hours + 60 * minutes + parts["seconds"] + parts["s"] + parts["sec"]
+    found = 3600 * hours + 60 * minutes + parts["seconds"] + parts["s"] + parts["sec"]
+    return found or float("inf")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megagrid.cli import main
+from megagrid.jobs import command
 from tests.jobs.job import RECIPE, SAVE
 
 SBATCH = """\
@@ -162,7 +163,8 @@ MISTAKES = [
     ("--nodes 1 --chain 2 --array train.seed=[1,2]", "--chain and --array don't go together"),
     ("--nodes 1 --chain 0", "--chain 0 must be at least 1"),
     ("--nodes 1 --time tomorrow", "--time tomorrow is no time"),
-    ("--nodes 1 --time 5", "--time 5 is over before --signal-seconds 300"),
+    ("--nodes 1 --time 10", "--time 10 is over before --signal-seconds 600"),
+    ("--nodes 1 --time 5 --signal-seconds 300", "--time 5 is over before --signal-seconds 300"),
     ("--nodes 1 --signal-seconds -1", "--signal-seconds -1 must be from 0 to"),
     ("--nodes 1 --style threads", "invalid choice: 'threads'"),
 ]
@@ -219,7 +221,74 @@ def test_without_slurm_it_says_where_to_submit(submit, monkeypatch):
         ("0-0:5", False),
         ("1-0:0:0", True),
         ("UNLIMITED", True),
+        ("0", True),
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(submit, time, fits):
-    assert submit("--nodes", "1", "--time", time, "--dry-run").code == (0 if fits else 2)
+    seconds = ("checkpoint.seconds_to_stop=300", "--dry-run")
+    assert submit("--nodes", "1", "--time", time, *seconds).code == (0 if fits else 2)
+
+
+def test_a_run_is_asked_to_stop_as_early_as_it_may_take_to(submit):
+    array = "checkpoint.seconds_to_stop=[40,900]"
+    ended = submit("--nodes", "1", "--dry-run", "--array", array)
+    assert "--signal=B:USR1@900" in options(ended.out)
+    assert "warning" not in ended.err
+    late = submit("--nodes", "1", "--dry-run", "--array", array, "--signal-seconds", "899")
+    assert "--signal=B:USR1@899" in options(late.out)
+    assert late.err.startswith(
+        "warning: --signal-seconds 899 is less than checkpoint.seconds_to_stop=900: "
+    )
+
+
+def test_each_grid_of_an_array_is_told_with_the_most_that_a_rank_of_it_takes(submit):
+    def told(*arguments: str) -> list[str]:
+        return submit("--nodes", "1", "--ranks-per-node", "2", "--dry-run", *arguments).err
+
+    (large,) = told("train.micro_batch_size=4").splitlines()
+    (small,) = told("train.micro_batch_size=1").splitlines()
+    (dp,) = told("parallel.tensor_parallel_size=1", "train.micro_batch_size=4").splitlines()
+    assert len({large, small, dp}) == 3
+    array = ("--array", "train.micro_batch_size=[4,1]")
+    assert told(*array).splitlines() == [large]
+    assert told(*array, "--array", "parallel.tensor_parallel_size=[1,2]").splitlines() == [
+        dp,
+        large,
+    ]
+
+
+def test_of_two_submissions_at_one_moment_each_has_a_folder(submit, monkeypatch):
+    """The other one takes the number after this one has looked for a free one."""
+    find = command._next_folder
+
+    def slow(run_dirs):
+        folder = find(run_dirs)
+        if folder.name == "001":
+            folder.mkdir(parents=True)
+        return folder
+
+    monkeypatch.setattr(command, "_next_folder", slow)
+    assert submit("--nodes", "1").code == 0
+    assert calls() == ["--parsable run/jobs/002/job.sbatch"]
+    assert "run/jobs/002/recipe.toml" in Path("run/jobs/002/job.sbatch").read_text()
+
+
+def test_a_chain_of_which_sbatch_refuses_a_part_names_the_jobs_that_are_there(submit):
+    sbatch(
+        SBATCH + '[[ $* != *afterany:42* ]] || { echo "sbatch: error: too many" >&2; exit 1; }\n'
+    )
+    ended = submit("--nodes", "1", "--chain", "4")
+    assert ended.code == 2
+    assert ended.err == (
+        "error: sbatch refuses run/jobs/001/job.sbatch: too many; of --chain 4, 2 are submitted: "
+        "let them run, or scancel 41 42\n"
+    )
+
+
+def test_a_run_folder_that_is_none_is_a_line(submit):
+    Path("run").write_text("")
+    ended = submit("--nodes", "1")
+    assert ended.code == 2
+    assert re.fullmatch(
+        r"error: run/jobs/001 can't be written to \(.*\); name another .*\n", ended.err
+    )

@@ -72,7 +72,7 @@ def test_each_task_of_an_array_has_a_run_of_its_own():
     [
         (("output", "a b/%j.out"), "--output='a b/%j.out'", "--output=%x-%j.out"),
         (("no-requeue", None), "--no-requeue", "--requeue"),
-        (("signal", "B:USR1@60"), "--signal=B:USR1@60", "--signal=B:USR1@300"),
+        (("signal", "B:USR1@60"), "--signal=B:USR1@60", "--signal=B:USR1@600"),
         (("exclusive", None), "--exclusive", None),
         (("mem", "0"), "--mem=0", None),
     ],
