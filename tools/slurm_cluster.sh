@@ -147,7 +147,9 @@ edit_hosts() { # add|remove
     local i others
     exec 9>/tmp/slurm_cluster.hosts.lock
     flock 9
-    others=$(grep -vF "$mark" /etc/hosts || true)
+    # Lines that end so: another cluster's folder may begin with the name of this one's.
+    others=$(mark=" $mark" awk '
+        substr($0, length($0) - length(ENVIRON["mark"]) + 1) != ENVIRON["mark"]' /etc/hosts)
     {
         echo "$others"
         [[ $1 == remove || -n $hosts ]] ||

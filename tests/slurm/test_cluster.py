@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
-from tests.slurm.cluster import NODES
+from tests.slurm.cluster import NODES, TOOL
 from tests.slurm.conftest import running_cluster
 
 
@@ -42,3 +43,9 @@ def test_nodes_have_switches_and_devices_and_nothing_is_left_when_it_stops(clust
     assert hosts(other.folder) == []
     assert len(hosts(cluster.folder)) == NODES
     assert cluster.run("srun", "--ntasks=1", "hostname")
+
+
+def test_a_cluster_keeps_its_names_when_one_stops_whose_folder_begins_alike(cluster):
+    beginning = {"CLUSTER_DIR": str(cluster.folder)[:-1]}
+    subprocess.run([TOOL, "stop"], env=cluster.environment | beginning, check=True)
+    assert len(hosts(cluster.folder)) == NODES
