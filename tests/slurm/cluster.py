@@ -111,9 +111,9 @@ class Job:
         found = [*self.folder.glob(f"**/{self.number}.out")]
         return found[0].read_text() if found else ""
 
-    def wait_for_step(self, step: int) -> None:
-        """Until the run in the recipe's folder has recorded `step`."""
-        metrics = self.folder / "run/metrics.jsonl"
+    def wait_for_step(self, step: int, run: str = "run") -> None:
+        """Until the run in that folder beside the recipe has recorded `step`."""
+        metrics = self.folder / run / "metrics.jsonl"
         self.wait_until(lambda: metrics.exists() and len(read_records(metrics)) >= step)
 
     def wait_until(self, event: Callable[[], bool]) -> None:

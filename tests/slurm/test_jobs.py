@@ -10,12 +10,13 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from megagrid.health.beat import read_beats
 from megagrid.train.metrics import read_records
-from tests.end_to_end.t0 import ALONE, DP2, PP2, PP2DP2, TP2DP2, computed, differing, read_tensors
+from tests.end_to_end.t0 import DP2, PP2, PP2DP2, TP2, TP2DP2, computed, differing, read_tensors
 from tests.slurm.cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,17 @@ def records(job, run="run"):
 
 def checkpoint(job, step):
     return read_tensors(job.folder / f"run/checkpoints/step-{step:08}")
+
+
+def send(processes, number):
+    for process in processes:
+        os.kill(process, number)
+
+
+def is_pending(process, number):
+    """Whether a process that stands still has such a signal before it."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1], 16) >> (number - 1) & 1
 
 
 def test_both_styles_train_as_the_same_grid_does_without_slurm(cluster, recipe, trainer):
@@ -83,9 +95,12 @@ def test_a_step_of_two_in_a_job_of_eight_has_two_ranks(cluster, recipe, trainer)
         assert records(job) == computed(expected.records)
 
 
-def test_a_preempted_job_saves_is_requeued_and_ends_as_if_it_had_not_been(cluster, recipe, trainer):
+@pytest.mark.parametrize("style", ["ranks", "nodes"])
+def test_a_preempted_job_saves_is_requeued_and_ends_as_if_it_had_not_been(
+    cluster, recipe, trainer, style
+):
     path = recipe(TP2DP2, LONG)
-    job = cluster.submit(path, *TWO_NODES, "--style", "ranks")
+    job = cluster.submit(path, *TWO_NODES, "--style", style)
     job.wait_for_step(2)
     urgent = cluster.sbatch(path, "--partition=high", "--nodes=4", "--exclusive", "--wrap=true")
     assert urgent.end()["JobState"] == "COMPLETED"
@@ -95,6 +110,24 @@ def test_a_preempted_job_saves_is_requeued_and_ends_as_if_it_had_not_been(cluste
     assert "was stopped by a signal, and is saved" in job.out()
     assert records(job) == computed(expected.records)
     assert differing(checkpoint(job, 20), expected.tensors(20)) == []
+
+
+def test_a_job_that_meets_its_time_limit_is_requeued_and_ends_as_if_it_had_had_no_limit(
+    cluster, recipe, trainer
+):
+    """SLURM looks at limits twice a minute: the ranks stand still until it has."""
+    job = cluster.submit(recipe(TP2DP2, LONG), *TWO_NODES, "--time", "1", "--signal-seconds", "15")
+    job.wait_for_step(2)
+    ranks = job.ranks()
+    send(ranks, signal.SIGSTOP)
+    job.wait_until(lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
+    send(ranks, signal.SIGCONT)
+    expected = trainer.train(TP2DP2, LONG)
+    facts = job.end()
+    assert (facts["JobState"], facts["TimeLimit"]) == ("COMPLETED", "00:01:00"), job.out()
+    assert int(facts["Restarts"]) > 0
+    assert "was stopped by a signal, and is saved" in job.out()
+    assert records(job) == computed(expected.records)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +169,21 @@ def test_a_job_that_is_cancelled_saves_leaves_no_process_and_stays_cancelled(clu
     assert job.facts()["JobState"] == "CANCELLED"
 
 
-def test_an_array_is_runs_in_folders_of_their_own(cluster, recipe, trainer):
+def test_an_array_is_runs_in_folders_of_their_own_each_of_which_is_requeued_alone(
+    cluster, recipe, trainer
+):
+    """The last task, whose number as a job is that of the whole array, has itself requeued."""
     rates = (1e-3, 5e-4, 2e-4)
     array = f"optimizer.lr=[{','.join(map(str, rates))}]"
-    job = cluster.submit(recipe(ALONE), "--nodes", "1", "--array", array)
-    for index, rate in enumerate(rates):
-        assert job.end(f"{job.number}_{index}")["JobState"] == "COMPLETED"
-        expected = trainer.train(ALONE, {"optimizer": {"lr": rate}})
+    job = cluster.submit(recipe(TP2, LONG), "--nodes", "1", "--array", array)
+    last = f"{job.number}_{len(rates) - 1}"
+    job.wait_for_step(2, f"run/optimizer.lr={rates[-1]}")
+    cluster.run("scancel", "--batch", "--signal=USR1", last)
+    facts = [job.end(f"{job.number}_{index}") for index in range(len(rates))]
+    assert [one["JobState"] for one in facts] == ["COMPLETED"] * len(rates)
+    assert [one["Restarts"] for one in facts] == ["0", "0", "1"]
+    for rate in rates:
+        expected = trainer.train(TP2, LONG, {"optimizer": {"lr": rate}})
         assert records(job, f"run/optimizer.lr={rate}") == computed(expected.records)
 
 
