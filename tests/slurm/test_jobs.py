@@ -47,11 +47,18 @@ def is_pending(process, number):
 
 
 def test_both_styles_train_as_the_same_grid_does_without_slurm(cluster, recipe, trainer):
-    """At once, on the same two nodes (E2)."""
+    """At once, on the same two nodes (E2). By hand, agents are started by a job that has been asked
+    for a task a rank."""
     jobs = [
         cluster.submit(recipe(TP2DP2, name=style), *TWO_NODES, "--style", style)
         for style in ("ranks", "nodes")
     ]
+    script = REPOSITORY / "launch/slurm.sbatch"
+    asked = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2")
+    styled = "--export=ALL,MEGAGRID_STYLE=nodes"
+    jobs.append(
+        cluster.sbatch(recipe(TP2DP2, name="by_hand"), *asked, styled, script, "recipe.toml")
+    )
     expected = trainer.train(TP2DP2)
     for job in jobs:
         facts = job.end()
