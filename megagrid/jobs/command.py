@@ -18,10 +18,11 @@ from typing import TextIO
 
 from megagrid.checkpoint.folders import CHECKPOINTS, newest_first
 from megagrid.config.arguments import add_recipe_arguments
+from megagrid.config.dump import toml_value
 from megagrid.config.load import load
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
-from megagrid.errors import CheckpointError, GridError, MegagridError
+from megagrid.errors import CheckpointError, ConfigError, GridError, MegagridError
 from megagrid.grid.placement import AXES, Coordinate, Placement, check_tp_inside_nodes
 from megagrid.grid.topology import Cluster
 from megagrid.jobs import sbatch
@@ -136,6 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Cluster.uniform(arguments.nodes, ranks)
     grids = [(config, _check_grid(config, cluster)) for _, config in runs]
     for config, _ in grids:
+        _check_name(config.logging.run_dir)
         _check_files(config, arguments.dry_run)
     arguments.signal_seconds = _signal_seconds(arguments, [config for config, _ in grids])
     run_dirs = [Path(base.logging.run_dir), *(Path(config.logging.run_dir) for config, _ in grids)]
@@ -257,6 +259,15 @@ def _check_grid(config: Config, cluster: Cluster) -> Placement:
         check_tp_inside_nodes(grid, cluster)
     stage_layers(config, grid, training_program(config, grid).placement)
     return grid
+
+
+def _check_name(run_dir: str) -> None:
+    """Whether SLURM can have output files there."""
+    if "\\" in run_dir or not run_dir.isprintable():
+        raise ConfigError(
+            f"logging.run_dir={toml_value(run_dir)} has a backslash or a control character, which "
+            "SLURM can't have in the name of a job's output; name another folder"
+        )
 
 
 def _check_files(config: Config, is_dry: bool) -> None:

@@ -34,7 +34,7 @@ esac
 PYTHON = """\
 #!/usr/bin/env bash
 case "$*" in
-    *--show-config) echo 'run_dir = "run"' ;;
+    -c*tomllib*) echo run ;;
     -c*create_server*) echo $((20000 + $(wc -l <srun.calls))) ;;
 esac
 """

@@ -166,6 +166,8 @@ MISTAKES = [
     ("--nodes 1 --time 10", "--time 10 is over before --signal-seconds 600"),
     ("--nodes 1 --time 5 --signal-seconds 300", "--time 5 is over before --signal-seconds 300"),
     ("--nodes 1 --signal-seconds -1", "--signal-seconds -1 must be from 0 to"),
+    ("--nodes 1 logging.run_dir='a\\b'", 'logging.run_dir="a\\\\b" has a backslash'),
+    ('--nodes 1 logging.run_dir="a\\nb"', 'logging.run_dir="a\\nb" has a backslash or a control'),
     ("--nodes 1 --style threads", "invalid choice: 'threads'"),
 ]
 

@@ -234,6 +234,13 @@ def test_a_mistake_is_one_line_before_any_rank_starts(job, change, says):
     assert says in ended.err
 
 
+def test_a_folder_that_slurm_cannot_name_is_refused(job):
+    """As TOML states it: with an escaped backslash."""
+    ended = job.start("exit 0", r'logging.run_dir="a\\b"', MEGAGRID_PYTHON=sys.executable)
+    assert (ended.code, ended.ranks) == (2, "")
+    assert r"error: logging.run_dir=a\b has a backslash or a control character" in ended.err
+
+
 AGENTS = {"MEGAGRID_STYLE": "nodes"}
 
 
