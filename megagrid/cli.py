@@ -21,7 +21,7 @@ from typing import NoReturn
 from megagrid import __version__
 from megagrid.config.suggest import closest
 from megagrid.errors import MegagridError
-from megagrid.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_MISTAKE
+from megagrid.exit_codes import BROKEN_PIPE, INTERRUPTED
 
 VERBS = MappingProxyType(
     {
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for note in getattr(error, "__notes__", ()):  # such as the drawing of a broken schedule
             print(note, file=sys.stderr)
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return USER_MISTAKE
+        return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megagrid.errors import GridError, MegagridError, PeerError
+from megagrid.errors import GridError, MegagridError, PeerError, UnavailableError
 from megagrid.grid.bootstrap import RankEnvironment
 
 FOLDER = ".rendezvous"
@@ -71,8 +71,8 @@ def store_of(
         folder: the run's, which all nodes see.
 
     Raises:
-        GridError: an address that doesn't resolve or isn't this node's, a port that is taken,
-            nobody there in time.
+        GridError: an address that doesn't resolve or isn't this node's.
+        UnavailableError: a port that is taken, nobody there in time.
     """
     if environment.world_size == 1:
         yield dist.HashStore()
@@ -100,7 +100,8 @@ def meet(
         a part of the store that this attempt has for itself, and the conclusion.
 
     Raises:
-        GridError: on every rank, if `conclude` raises one on rank 0; or not all came in time.
+        GridError: on every rank, if `conclude` raises one on rank 0.
+        UnavailableError: not all came in time.
         PeerError: rank 0 is gone.
     """
     if environment.rank == 0:
@@ -147,7 +148,7 @@ def _gather(
     keys = [f"megagrid/{attempt}/{rank}" for rank in range(1, environment.world_size)]
     if not _are_there(store, keys, patience.seconds):
         missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
-        raise GridError(
+        raise UnavailableError(
             f"rank 0 on {environment.host} waited for {_ranks(missing)} of "
             f"{environment.world_size} longer than {patience}; see what their logs say, or raise it"
         )
@@ -181,7 +182,7 @@ def _answer(
             f"rank {environment.rank} on {environment.host} lost rank 0 before all ranks had met: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    raise GridError(
+    raise UnavailableError(
         f"rank {environment.rank} on {environment.host} waited for the other "
         f"{environment.world_size - 1} longer than {patience}; see what their logs say, or raise it"
     )
@@ -235,11 +236,11 @@ def _stated_store(environment: RankEnvironment, patience: Patience) -> dist.Stor
             return store
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            raise GridError(
+            raise UnavailableError(
                 f"{stated}: another program on {environment.host} has that port; choose one that "
                 "is free"
             ) from None
-    raise GridError(
+    raise UnavailableError(
         f"rank {environment.rank} on {environment.host} met nobody at {stated} within "
         f"{patience}; see whether rank 0 is there, or raise it"
     )
@@ -267,7 +268,7 @@ def _own_store(environment: RankEnvironment, folder: Path, patience: Patience) -
         passing.write_text(json.dumps(word), encoding="utf-8")
         os.replace(passing, path)
     except OSError as error:
-        raise GridError(
+        raise UnavailableError(
             f'logging.run_dir="{folder}" can\'t be written to ({error.strerror}); name another'
         ) from None
     return store
@@ -289,7 +290,7 @@ def _found_store(environment: RankEnvironment, folder: Path, patience: Patience)
                 return store
             seen = f"nobody listens at {word['address']} port {word['port']}, as it says"
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    raise GridError(
+    raise UnavailableError(
         f"rank {environment.rank} on {environment.host} looked for rank 0's word in {path} for "
         f"{patience}, but {seen}; logging.run_dir must be on a disk that "
         "all nodes see, or state MASTER_ADDR and MASTER_PORT"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrid.errors import MegagridError, PeerError
-from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
+from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, UNAVAILABLE, USER_MISTAKE
 from megagrid.grid.bootstrap import Job
 from megagrid.grid.placement import Coordinate
 
@@ -45,6 +45,7 @@ HOW = {
     0: DONE,
     STOPPED: STOPPED_AND_SAVED,
     USER_MISTAKE: MISTAKEN,
+    UNAVAILABLE: CRASH,
     CRASHED: CRASH,
     PEER_LOST: LEFT_ALONE,
     INTERRUPTED: INTERRUPT,
@@ -252,7 +253,7 @@ def end_of(code: int | BaseException, now: float) -> End:
     if isinstance(code, KeyboardInterrupt):
         return End(INTERRUPT, INTERRUPTED, now)
     if isinstance(code, MegagridError):
-        return End(MISTAKEN, USER_MISTAKE, now, " ".join(str(code).splitlines()))
+        return End(HOW[code.exit_code], code.exit_code, now, " ".join(str(code).splitlines()))
     if isinstance(code, PeerError):
         return End(LEFT_ALONE, PEER_LOST, now, str(code))
     (first, *_) = str(code).splitlines() or [""]

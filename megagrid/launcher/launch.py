@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
 
 from megagrid.errors import GridError, MegagridError
-from megagrid.exit_codes import USER_MISTAKE
 from megagrid.grid import bootstrap
 
 RANKS_PER_CORE = 16
@@ -136,7 +135,7 @@ def record_mistake(error: MegagridError, path: str) -> None:
     torchrun has a function for that, but it comes with torch, whose import takes seconds in which
     the ranks that were faster are gone and the agent ends this one.
     """
-    _record(path, USER_MISTAKE, f"{type(error).__name__}: {error}", f"error: {error}")
+    _record(path, error.exit_code, f"{type(error).__name__}: {error}", f"error: {error}")
 
 
 def record_stop(code: int, path: str) -> None:

@@ -21,7 +21,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, Self
 
-from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
+from megagrid.exit_codes import (
+    CRASHED,
+    INTERRUPTED,
+    PEER_LOST,
+    STOPPED,
+    UNAVAILABLE,
+    USER_MISTAKE,
+)
 
 LAST_CALL_SECONDS = 30.0
 """For nodes that may come, once those are there that must."""
@@ -31,6 +38,9 @@ SECONDS_AFTER_A_CRASH = 5.0
 
 STOOD_STILL = -signal.SIGSTOP
 """In place of an exit code: the rank never ended."""
+
+_CONSEQUENCES = {UNAVAILABLE: 1, PEER_LOST: 2, STOPPED: 2}
+"""Exit codes that something else may be the reason of, and how likely."""
 
 WAITING, RUNNING, ENDED, GONE = "waiting", "running", "ended", "gone"
 """What a node is at: no ranks, and ready for some; ranks; ranks that have all ended; done."""
@@ -267,7 +277,7 @@ class Council:
                     f"{self.terms.seconds_to_meet:g} s; start `megagrid train` on each of them, "
                     "with a --node-rank of its own"
                 )
-                self._decide(verdict=Verdict(CRASHED, text))
+                self._decide(verdict=Verdict(UNAVAILABLE, text))
             return False
         self._quorum_since = self._quorum_since or now
         return now - self._quorum_since > LAST_CALL_SECONDS
@@ -346,27 +356,29 @@ class Council:
         elif stops and not left:
             self._decide(verdict=Verdict(stops[0]))
         elif failures or left:
-            self._try_again(self._cause(words, failures, left))
+            self._try_again(*self._cause(words, failures, left))
         else:
             self._decide(verdict=Verdict(0))
 
     def _cause(
         self, words: Mapping[int, NodeWord], failures: list[Failure], left: list[int]
-    ) -> str:
-        """What has ended the round.
+    ) -> tuple[str, int]:
+        """What has ended the round, and the exit code if it ends the job.
 
-        A rank that was left alone isn't the reason, unless there is no other; and one that stood
-        still is, though the others were the first to end.
+        A rank that was left alone or waited in vain isn't the reason, unless there is no other; and
+        one that stood still is, though the others were the first to end.
         """
         for node in left:
-            return f"node {node} ({words[node].host}) is gone: nothing comes from its launcher"
+            text = f"node {node} ({words[node].host}) is gone: nothing comes from its launcher"
+            return text, CRASHED
         first = min(
             failures,
-            key=lambda f: (f.code != STOOD_STILL, f.code in (PEER_LOST, STOPPED), f.at),
+            key=lambda f: (f.code != STOOD_STILL, _CONSEQUENCES.get(f.code, 0), f.at),
         )
-        return f"{first.who} {first.text}".strip()
+        code = UNAVAILABLE if first.code == UNAVAILABLE else CRASHED
+        return f"{first.who} {first.text}".strip(), code
 
-    def _try_again(self, cause: str) -> None:
+    def _try_again(self, cause: str, code: int) -> None:
         self._causes.append(cause)
         restarts, most = self.job.restarts, self.terms.max_restarts
         if restarts < most and self._has_begun:
@@ -376,7 +388,7 @@ class Council:
                 news=f"{cause}; restart {restarts + 1} of {most}",
             )
         else:
-            self._decide(verdict=Verdict(CRASHED, cause))
+            self._decide(verdict=Verdict(code, cause))
 
     def _decide(self, **changes: object) -> None:
         self.job = replace(self.job, **changes)

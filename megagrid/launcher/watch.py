@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, USER_MISTAKE
+from megagrid.exit_codes import CRASHED, INTERRUPTED, PEER_LOST, STOPPED, UNAVAILABLE, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.health.beat import CRASH, Beat, End
 from megagrid.launcher.rounds import STOOD_STILL, Failure
@@ -134,6 +134,8 @@ class RankWatch:
         who = beat.who if beat else self._who(rank)
         if code == PEER_LOST and beat and beat.end and beat.end.line:
             who, text = "", beat.end.line  # of whom it was waiting for, and what that one does
+        if code == UNAVAILABLE:
+            who = ""  # the text tells
         self.failures.append(Failure(rank, who, code, time.time(), text))
         if beat and beat.end is None:
             self._leave(replace(beat, end=End(CRASH, code or CRASHED, time.time(), text)))
@@ -152,8 +154,9 @@ class RankWatch:
     # ------------------------------------------------------------------------ why
 
     def _end_of(self, rank: int, code: int) -> str:
-        """In words, to follow the name of the rank; the mistake alone, if it was one."""
-        if code == USER_MISTAKE:
+        """In words, to follow the name of the rank; of a mistake, or of what was missing, what the
+        rank has recorded alone."""
+        if code in (USER_MISTAKE, UNAVAILABLE):
             return self._recorded(rank) or f"{self._who(rank)} ended with exit code {code}"
         if code == -signal.SIGKILL and (kills := self._memory_kills()):
             return f"was killed by the system, for the memory was full (SIGKILL; {kills})"

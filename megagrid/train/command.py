@@ -27,7 +27,7 @@ from megagrid.config.dump import dump, toml_value
 from megagrid.config.rules import check, placement
 from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, DataError, GridError, MegagridError, PeerError
-from megagrid.exit_codes import INTERRUPTED, PEER_LOST, USER_MISTAKE
+from megagrid.exit_codes import INTERRUPTED, PEER_LOST
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import RankEnvironment
 from megagrid.grid.topology import load_topology
@@ -196,7 +196,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
             record_mistake(error, environment.error_file)
         if environment.launcher is None and _tells(environment, error):
             raise
-        return USER_MISTAKE
+        return error.exit_code
 
 
 def _tells(environment: RankEnvironment, error: MegagridError) -> bool:

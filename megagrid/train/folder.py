@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from megagrid.errors import MegagridError
+from megagrid.errors import MegagridError, UnavailableError
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import Job
 from megagrid.health.beat import Beat, beat_file, read_beat
@@ -51,6 +51,7 @@ def lock_folder(
 
     Raises:
         MegagridError: another run is writing there, or nothing can be written there.
+        UnavailableError: another run still is, after the wait of one that starts again.
     """
     job = job or Job()
     try:
@@ -134,7 +135,8 @@ def _wait(claim: _Claim, patience_s: float, warn: Callable[[str], None]) -> None
         waited = time.monotonic() - start
         if waited >= (patience_s if claim.is_sure else SECONDS_TO_DIE):
             after = f" after {waited:.0f} s" if waited >= 1 else ""
-            raise MegagridError(
+            kind = UnavailableError if patience_s else MegagridError
+            raise kind(
                 f'logging.run_dir="{claim.folder}" belongs to a run that is still going on{after} '
                 f"({holder}); wait for it, stop it, or name another folder"
             )

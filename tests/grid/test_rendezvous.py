@@ -144,7 +144,9 @@ def test_a_rank_that_finds_no_word_names_the_file_it_looked_for(tmp_path):
 
 def test_rank_0_names_those_that_havent_come(tmp_path):
     calls = all_of("mini-1500.0-0", 4, tmp_path, seconds=1.0)
-    message = told(together(calls[0], calls[2])[0])
+    error, _ = together(calls[0], calls[2])
+    message = told(error)
+    assert error.exit_code == 69
     assert message.startswith("rank 0 on localhost waited for ranks 1, 3 of 4 longer than train.s")
 
 

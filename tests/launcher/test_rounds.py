@@ -94,6 +94,8 @@ class Job:
         ({0: 3, 1: -9}, (1, "rank 1 ended with -9")),
         ({1: 3, 0: 3}, (1, "rank 1 ended with 3")),
         ({0: 1, 3: STOOD_STILL}, (1, f"rank 3 ended with {STOOD_STILL}")),
+        ({0: 69, 1: 3}, (69, "rank 0 ended with 69")),
+        ({0: 69, 1: -9}, (1, "rank 1 ended with -9")),
         ({0: 75, 1: 75}, (75, "")),
         ({0: 75, 1: -15}, (75, "")),
         ({0: 75, 1: 2}, (2, "mistake of 1")),
@@ -109,6 +111,8 @@ class Job:
         "a signal and its peer",
         "peers elsewhere",
         "stood still",
+        "waited in vain",
+        "waited for one that was killed",
         "stopped",
         "stopped, and one late",
         "not saved",
@@ -178,7 +182,7 @@ def test_nodes_that_never_come_are_told_after_the_time_out():
     del job.words[2]
     assert job.hear(after=59.0).verdict is None
     verdict = job.hear(after=2.0).verdict
-    assert verdict.code == 1
+    assert verdict.code == 69
     assert verdict.text.startswith("2 of 3 nodes have come in 60 s")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrid.errors import MegagridError
+from megagrid.errors import MegagridError, UnavailableError
 from megagrid.grid.bootstrap import Job
 from megagrid.grid.placement import Coordinate
 from megagrid.health.beat import COMPUTING, DONE, TRAINING, Beat, Doing, End, beat_file, write_whole
@@ -61,6 +61,7 @@ def test_who_has_the_folder_is_named_to_who_may_not(tmp_path):
     assert (signature["host"], signature["job"]) == (platform.node(), "55")
     with pytest.raises(MegagridError, match=r"still going on \(process \d+ of job 55 on ") as error:
         take(tmp_path)
+    assert error.value.exit_code == 2  # nobody starts it again
     assert "\n" not in str(error.value)
     assert json.loads((tmp_path / LOCK).read_text()) == signature  # who may not leaves no word
     lock.close()
@@ -79,7 +80,7 @@ def test_a_job_that_starts_again_waits_for_the_one_before_it(tmp_path):
 
 def test_but_not_for_ever(tmp_path):
     lock, _ = take(tmp_path)
-    with pytest.raises(MegagridError, match="after 1 s"):
+    with pytest.raises(UnavailableError, match="after 1 s"):
         take(tmp_path, AGAIN, patience_s=1.2)
     lock.close()
 
