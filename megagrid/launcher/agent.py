@@ -84,12 +84,15 @@ class Signals:
         def note(number: int, frame: FrameType | None) -> None:
             self._waiting.append(number)
 
-        for number in PASSED_ON:
+        # Under nohup the end of the terminal stays ignored.
+        is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in PASSED_ON if not (is_kept and number == signal.SIGHUP)]
+        for number in heard:
             signal.signal(number, note)
         try:
             yield
         finally:
-            for number in PASSED_ON:
+            for number in heard:
                 signal.signal(number, signal.SIG_IGN)
 
 

@@ -139,6 +139,21 @@ def test_a_signal_to_any_process_saves_the_last_step_and_exits_75(job, hit):
     )
 
 
+def test_a_run_under_nohup_survives_its_terminal(job):
+    kept = job(DP2, UNSAVED)
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started inherits
+    try:
+        kept.start()
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    kept.wait_for_step(2)
+    kept.signal(signal.SIGHUP)
+    step = len(read_records(kept.folder / "run" / "metrics.jsonl"))
+    kept.wait_for_step(step + 3)
+    kept.signal(signal.SIGTERM)
+    assert kept.end().code == 75
+
+
 @pytest.mark.parametrize(
     "starter", ["megagrid", "torch.distributed.run --standalone --nproc-per-node 2 -m megagrid"]
 )
