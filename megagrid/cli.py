@@ -10,6 +10,7 @@ the others.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -88,7 +89,12 @@ def _dispatch(argv: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     verb_parser = Parser(prog=f"megagrid {verb}", description=module.__doc__ or text)
     module.add_arguments(verb_parser)
-    return module.run(verb_parser.parse(argv[1:]))
+    try:
+        return module.run(verb_parser.parse(argv[1:]))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise MegagridError(f"{error.filename}: {error.strerror}; choose another") from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -204,3 +204,13 @@ def test_every_verb_leads_to_a_module(module):
     source = path.read_text(encoding="utf-8")
     assert "\ndef add_arguments(" in source
     assert "\ndef run(" in source
+
+
+@pytest.mark.parametrize("verb", ["status", "train"])
+def test_a_name_that_no_file_can_have_is_a_mistake(capsys, verb):
+    name = "x" * 500
+    arguments = (
+        [name] if verb == "status" else ["recipes/quickstart.toml", f"logging.run_dir={name}"]
+    )
+    assert cli.main([verb, *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")

@@ -56,7 +56,10 @@ def find_checkpoint(
     if found is not None:
         return Found(found, skipped)
     if skipped:
-        from_scratch = ", or leave the key out to train from scratch" if key == RESUME_KEY else ""
+        # Where it is, a run isn't begun anew: there are its checkpoints.
+        from_scratch = (
+            ", or train from scratch in another logging.run_dir" if key == RESUME_KEY else ""
+        )
         raise CheckpointError(
             f'{key}="{resume}" has no sound checkpoint: {"; ".join(skipped)}; name another'
             f"{from_scratch}"

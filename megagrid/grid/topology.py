@@ -151,11 +151,12 @@ def load_topology(path: str) -> dict[str, tuple[str, ...]]:
     switch_of: dict[str, str] = {}
     defined: set[str] = set()
     begun = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.endswith("\\"):  # goes on in the next
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.endswith("\\") and number < len(lines):  # goes on in the next
             begun += line[:-1]
             continue
-        line, begun = begun + line, ""
+        line, begun = begun + line.removesuffix("\\"), ""
         try:
             _read_switch(line.partition("#")[0], above, switch_of, defined)
         except GridError as error:

@@ -278,7 +278,7 @@ def _run(launch: Launch, signals: Signals) -> Verdict:
         fewest=launch.fewest,
         most=launch.most,
         max_restarts=launch.max_restarts,
-        seconds_to_meet=config.train.timeout_seconds,
+        seconds_to_meet=max(config.train.setup_timeout_seconds, config.train.timeout_seconds),
         seconds_to_stop=config.checkpoint.seconds_to_stop,
         refuses=lambda ranks: _refusal(config, ranks),
     )

@@ -6,6 +6,8 @@ Any other fault is one of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -150,6 +152,23 @@ def _missing_compiler(error: BaseException) -> str | None:
     return None
 
 
+# --- Disks ---------------------------------------------------------------------------------------
+
+UNWRITABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+)
+
+
+def _is_in(path: object, folder: str) -> bool:
+    """Whether it is a file there; a disk that is full doesn't say of which file."""
+    return path is None or os.path.abspath(str(path)).startswith(os.path.abspath(folder))
+
+
 # --- All -----------------------------------------------------------------------------------------
 
 
@@ -158,15 +177,23 @@ def told_in_a_line(config: Config, environment: RankEnvironment) -> Iterator[Non
     """Turn what the world does to the block into an error that says so.
 
     Raises:
-        MegagridError: there wasn't enough memory.
+        MegagridError: there wasn't enough memory, or the run's folder can't be written to.
         ConfigError: there is no compiler for what is to be compiled.
         PeerError: another rank is gone.
     """
+    ranks = placement(config, environment.world_size)
+    who = f"rank {environment.rank} ({ranks.coordinate(environment.rank)})"
     try:
         yield
+    except OSError as error:
+        run_dir = config.logging.run_dir
+        if error.errno in UNWRITABLE and _is_in(error.filename, run_dir):
+            raise MegagridError(
+                f'{who} on {environment.host}: logging.run_dir="{run_dir}" can\'t be '
+                f"written to ({error.strerror}); make room there, or name another"
+            ) from error
+        raise
     except (RuntimeError, MemoryError) as error:
-        ranks = placement(config, environment.world_size)
-        who = f"rank {environment.rank} ({ranks.coordinate(environment.rank)})"
         if _is_out_of_memory(error):
             device = _device_of(error)
             raise MegagridError(_out_of_memory(config, who, device, error)) from error

@@ -21,7 +21,7 @@ from typing import TextIO
 from megagrid.errors import MegagridError, UnavailableError
 from megagrid.grid import bootstrap
 from megagrid.grid.bootstrap import Job
-from megagrid.health.beat import Beat, beat_file, read_beat
+from megagrid.health.beat import STALE_BEATS, Beat, beat_file, read_beat
 from megagrid.terminal import warn_on_stderr
 
 LOCK = ".lock"
@@ -84,7 +84,8 @@ class _Claim:
         self._handle = handle
         self._warn = warn
         self._is_locked = False
-        self._first_seen: Beat | None = None
+        self._last: tuple[Beat, float] | None = None
+        self._has_beaten = False
 
     def holder(self) -> str | None:
         """Who has the folder; None once it is ours."""
@@ -108,24 +109,30 @@ class _Claim:
     @property
     def is_sure(self) -> bool:
         """Whether the holder lives: it has the lock, or has beaten while we looked."""
-        beat = self._foreign_beat()
-        return not self._is_locked or (beat is not None and beat.time != self._first_seen.time)
+        return not self._is_locked or self._has_beaten
 
     def _foreign_beat(self) -> Beat | None:
-        """The last beat of a run that may still be there, on a node that our lock may not reach."""
+        """The last beat of a run that may still be there, on a node that our lock may not reach.
+
+        One that is old by our clock is of a run that is dead. Else the other's clock may be ahead
+        of ours: then it is dead once it hasn't beaten for so long while we looked.
+        """
         beat = read_beat(beat_file(self.folder, 0))
-        if beat is None or beat.end is not None:
-            return None
-        if beat.host == bootstrap.host_name() or beat.pid == os.getpid():
+        if beat is None or beat.end is not None or beat.host == bootstrap.host_name():
             return None
         if beat.is_silent(time.time()):
             return None
-        self._first_seen = self._first_seen or beat
+        now = time.monotonic()
+        if self._last is None or self._last[0].time != beat.time:
+            self._has_beaten = self._last is not None
+            self._last = beat, now
+        if now - self._last[1] > STALE_BEATS * beat.interval_s:
+            return None
         return beat
 
 
 def _wait(claim: _Claim, patience_s: float, warn: Callable[[str], None]) -> None:
-    """Until the folder is ours.
+    """Until the folder is ours: at once, after its holder, or when that has turned out to be dead.
 
     Raises:
         MegagridError: it isn't in time.
@@ -133,7 +140,7 @@ def _wait(claim: _Claim, patience_s: float, warn: Callable[[str], None]) -> None
     start, is_told = time.monotonic(), False
     while (holder := claim.holder()) is not None:
         waited = time.monotonic() - start
-        if waited >= (patience_s if claim.is_sure else SECONDS_TO_DIE):
+        if claim.is_sure and waited >= patience_s:
             after = f" after {waited:.0f} s" if waited >= 1 else ""
             kind = UnavailableError if patience_s else MegagridError
             raise kind(

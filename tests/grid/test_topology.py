@@ -33,6 +33,11 @@ def test_nodes_hang_on_their_leaf_and_what_is_above_it(tmp_path):
     }
 
 
+def test_a_line_goes_on_after_a_backslash_unless_it_is_the_last(tmp_path):
+    text = "SwitchName=a \\\n Nodes=n1\nSwitchName=b Nodes=n2 \\"
+    assert topology(tmp_path, text) == {"n1": ("a",), "n2": ("b",)}
+
+
 def test_blocks_are_switches(tmp_path):
     assert topology(tmp_path, BLOCKS) == {"n1": ("b1",), "n2": ("b1",), "n3": ("b2",)}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -190,3 +192,26 @@ def test_any_other_fault_stays_what_it_is(fault):
     with pytest.raises(type(fault)) as raised, told_in_a_line(config, RankEnvironment(1, 2)):
         raise fault
     assert raised.value is fault
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "is_told"),
+    [
+        (errno.ENOSPC, None, True),
+        (errno.EACCES, "unused/metrics.jsonl", True),
+        (errno.EACCES, "elsewhere/data.bin", False),
+        (errno.ENOENT, "unused/metrics.jsonl", False),
+    ],
+)
+def test_a_run_folder_that_cannot_be_written_to_is_told_in_a_line(number, name, is_told):
+    error = OSError(number, os.strerror(number), name)
+    with (
+        pytest.raises(MegagridError if is_told else OSError) as told,
+        told_in_a_line(t0("unused"), RankEnvironment(host="node01")),
+    ):
+        raise error
+    if is_told:
+        assert str(told.value) == (
+            'rank 0 (pp0 dp0 cp0 tp0) on node01: logging.run_dir="unused" can\'t be written to '
+            f"({os.strerror(number)}); make room there, or name another"
+        )
