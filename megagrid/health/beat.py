@@ -1,7 +1,9 @@
 """Beats: what each rank writes of itself every few seconds, and how its run ended.
 
     RUN/ranks/
-      rank-00003.json          the last beat of rank 3; a file is replaced whole, never written into
+      rank-00003.json          the last beat of rank 3; a file is replaced whole, while it can be
+      starting/rank-00003.json the same of a start that hasn't the run's folder yet, and may never:
+                               it speaks in no run's name
       verdict-1f3a9c2e.json    why the ranks of that start of the run gave up waiting for each other
 
 A rank that is stopped, dead, or holds the interpreter's lock writes none, so the age of its last is
@@ -11,6 +13,7 @@ a finding too. Times are seconds since the epoch by the clock of the rank's host
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -24,9 +27,17 @@ from megagrid.grid.bootstrap import Job
 from megagrid.grid.placement import Coordinate
 
 FOLDER = "ranks"
+STARTING_FOLDER = "starting"
+"""In a run's folder, and in that one."""
 
 STALE_BEATS = 5
 """Intervals without a beat after which a rank counts as silent."""
+
+MOST_RANKS, ETERNITY_S = 1 << 24, 1e12
+"""What is more is no beat's."""
+
+BLOCK_BYTES = 512
+"""Of `st_blocks`."""
 
 STARTING, JOINING, LOADING = "starting", "joining", "loading"
 TRAINING, SAVING, EVALUATING, ENDING = "training", "saving", "evaluating", "ending"
@@ -130,6 +141,7 @@ class Beat:
         step_s: mean of its last steps.
         compute_s: of those, what it wasn't waiting for others; None where nothing is known.
         start: names the start of the run that it is of, once the ranks have met; see `Meeting`.
+        has_folder: whether that start has the run's folder, and is the run by that.
         end: how it has ended.
     """
 
@@ -150,6 +162,7 @@ class Beat:
     compute_s: float | None = None
     job: Job = field(default_factory=Job)
     start: str | None = None
+    has_folder: bool = True
     end: End | None = None
 
     @property
@@ -171,7 +184,10 @@ class Beat:
         Raises:
             ValueError, TypeError, KeyError: the text isn't a beat.
         """
-        values: dict[str, Any] = json.loads(text)
+        try:
+            values: dict[str, Any] = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("too deep for a beat") from error
         doing, end = values["doing"], values.get("end")
         parsed = {
             "coordinate": Coordinate(**values["coordinate"]),
@@ -179,12 +195,34 @@ class Beat:
             "job": Job(**values["job"]),
             "end": None if end is None else End(**end),
         }
-        return cls(**{**values, **parsed})
+        beat = cls(**{**values, **parsed})
+        beat._check()
+        return beat
+
+    def _check(self) -> None:
+        """
+        Raises:
+            ValueError: it isn't of the types that a beat has, or is of no rank.
+        """
+        end = self.end or End(DONE, 0, self.time)
+        texts = (self.host, self.phase, self.doing.kind, self.doing.what, end.how, end.line)
+        counts = (self.rank, self.world_size, self.pid, self.step, self.job.restarts)
+        times = (self.started, self.time, self.interval_s, self.phase_since, end.time)
+        times += (self.doing.since, *(t for t in (self.step_s, self.compute_s) if t is not None))
+        if not (
+            all(isinstance(text, str) for text in texts)
+            and all(isinstance(count, int) for count in (*counts, *self.coordinate))
+            and all(isinstance(time, int | float) and abs(time) < ETERNITY_S for time in times)
+            and all(isinstance(name, str | None) for name in (self.start, self.job.id))
+            and 0 <= self.rank < self.world_size <= MOST_RANKS
+        ):
+            raise ValueError("not a beat")
 
 
-def beat_file(run: Path, rank: int) -> Path:
+def beat_file(run: Path, rank: int, *, has_folder: bool = True) -> Path:
     """Where a rank's beats lie."""
-    return run / FOLDER / f"rank-{rank:05d}.json"
+    folder = run / FOLDER if has_folder else run / FOLDER / STARTING_FOLDER
+    return folder / f"rank-{rank:05d}.json"
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -196,24 +234,66 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def read_beats(run: Path) -> dict[int, Beat]:
-    """The last beat of each rank that has left one."""
-    beats = (read_beat(path) for path in sorted((run / FOLDER).glob("rank-*.json")))
+    """The last beat of each rank of the run that has left one."""
+    return _read(run / FOLDER)
+
+
+def read_starting(run: Path) -> dict[int, Beat]:
+    """The same of a start that hasn't, or hadn't, the run's folder."""
+    return _read(run / FOLDER / STARTING_FOLDER)
+
+
+def read_known(run: Path, start: str | None, rank: int | None = None) -> dict[int, Beat]:
+    """What a rank of `start` sees of the others: all, or of one. Before ranks have met they share
+    no name, but no other start's ranks begin as they do, and none of theirs has the folder."""
+    starting = _read(run / FOLDER / STARTING_FOLDER, rank)
+    if start is None:
+        return starting
+    known = _read(run / FOLDER, rank)
+    for beat in starting.values():
+        if beat.start == start and (beat.rank not in known or known[beat.rank].time <= beat.time):
+            known[beat.rank] = beat
+    return known
+
+
+def _read(folder: Path, rank: int | None = None) -> dict[int, Beat]:
+    files = folder.glob(f"rank-{'*' if rank is None else f'{rank:05d}'}.json")
+    beats = (read_beat(path) for path in sorted(files))
     return {beat.rank: beat for beat in beats if beat is not None}
 
 
 def write_beat(run: Path, beat: Beat) -> None:
     """Write one in place of the rank's last; a disk that is full or away is no reason to fail."""
-    path = beat_file(run, beat.rank)
-    with contextlib.suppress(OSError):
+    path = beat_file(run, beat.rank, has_folder=beat.has_folder)
+    text = beat.to_json()
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, beat.to_json())
+        write_whole(path, text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _write_over(path, text)
+
+
+def _write_over(path: Path, text: str) -> None:
+    """Write into a file, in the room that it has on its disk: where the disk is full, or the folder
+    takes no new files, the rank would seem dead. Whoever reads meanwhile may find no beat.
+
+    Raises:
+        OSError: there is no such file, or no room in it.
+    """
+    data = text.encode()
+    with path.open("r+b", buffering=0) as file:
+        there = os.fstat(file.fileno())
+        if len(data) > max(there.st_size, there.st_blocks * BLOCK_BYTES):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(data.ljust(there.st_size))  # JSON may end in blanks
 
 
 def is_alive(pid: int) -> bool:
     """Whether this host has the process."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -152,6 +152,7 @@ class Heart:
         self._work = _Work()
         self._stop = threading.Event()
         self._writing = threading.Lock()
+        self._is_settled = False
         self._end: End | None = None
         self._thread = threading.Thread(target=self._live, name="heart", daemon=True)
 
@@ -200,6 +201,7 @@ class Heart:
             compute_s=self._work.compute_s,
             job=one.job,
             start=one.start,
+            has_folder=self.pulse.owns_folder,
             end=self._end,
         )
 
@@ -250,13 +252,18 @@ class Heart:
         with self._writing:
             if beat.end is None and self._end is not None:
                 return  # a beat that was begun before the last one
-            if self.pulse.owns_folder or self._may_write(beat_file(self._run, beat.rank)):
+            starting = beat_file(self._run, beat.rank, has_folder=False)
+            if beat.has_folder or self._may_write(starting):
                 write_beat(self._run, beat)
+            if beat.has_folder and not self._is_settled:
+                self._is_settled = True
+                with contextlib.suppress(OSError):
+                    starting.unlink(missing_ok=True)
 
     def _may_write(self, path: Path) -> bool:
-        """Whether to write before the run's folder is locked. A run started by mistake where
-        another goes on mustn't speak in that one's name, and one that nobody waits for needn't make
-        a folder that it may be refused."""
+        """Whether to write before the run's folder is locked: not over the beats of another start
+        that is at it, and not where nobody waits for this rank, which needn't make a folder that it
+        may be refused."""
         found = read_beat(path)
         if found is None or found.end is not None:
             return self._identity.world_size > 1

@@ -38,9 +38,7 @@ from megagrid.health.beat import (
     STALE_BEATS,
     Beat,
     End,
-    beat_file,
-    read_beat,
-    read_beats,
+    read_known,
     write_whole,
 )
 from megagrid.health.heart import WATCH_SECONDS, Heart
@@ -123,7 +121,8 @@ class Watch:
     def _next_is_silent(self, beat: Beat) -> bool:
         """Whether the next rank has written nothing while this one could have seen it. By this
         rank's clock alone: those of hosts may differ."""
-        found = read_beat(beat_file(self._run, (beat.rank + 1) % beat.world_size))
+        rank = (beat.rank + 1) % beat.world_size
+        found = read_known(self._run, beat.start, rank).get(rank)
         if found is None or found.end is not None or found.time < beat.started:
             return False  # gone, which its peers are told, or of a former start and yet to begin
         now = time.monotonic()
@@ -134,7 +133,7 @@ class Watch:
     def _give_up(self, heart: Heart, beat: Beat, limit: str) -> None:
         if beat.start is not None and not self._claim(beat.start):
             return
-        before = read_beats(self._run)
+        before = read_known(self._run, beat.start)
         between_s = min(max(BEATS_BETWEEN * beat.interval_s, self._pause_s), MOST_BETWEEN)
         until = time.monotonic() + between_s
         mine = beat
@@ -147,7 +146,7 @@ class Watch:
         verdict = judge(
             mine,
             before,
-            read_beats(self._run),
+            read_known(self._run, beat.start),
             time.time(),
             limit=limit,
             patience_s=min(self._timeout_s / 2, STALE_BEATS * mine.interval_s) + between_s / 2,

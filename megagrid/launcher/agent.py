@@ -44,7 +44,7 @@ from megagrid.errors import GridError, MegagridError
 from megagrid.exit_codes import CRASHED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.start import check_devices
-from megagrid.health.beat import read_beats, write_beat
+from megagrid.health.beat import read_beats, read_starting, write_beat
 from megagrid.launcher.launch import BEGUN, Launch
 from megagrid.launcher.link import Link, first_word
 from megagrid.launcher.rounds import (
@@ -194,7 +194,7 @@ class Agent(LocalElasticAgent):
         self._watch = RankWatch(
             {w.global_rank: self._pcontext.subprocess_handlers[w.local_rank].proc for w in workers},
             {w.global_rank: self._pcontext.error_files[w.local_rank] for w in workers},
-            beats=lambda: read_beats(run).values(),
+            beats=lambda: [*read_beats(run).values(), *read_starting(run).values()],
             leave=partial(write_beat, run),
             who=partial(self._who, world_size=workers[0].world_size),
             patience=self._config.train.timeout_seconds,

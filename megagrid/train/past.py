@@ -54,8 +54,7 @@ class Past:
         weights that it begins with, if it names any in place of those drawn.
 
         Raises:
-            CheckpointError: there is a run in the folder, which a fresh start would replace; or
-                what is named can't be loaded.
+            CheckpointError: what is named can't be loaded.
         """
         resume = self._settings.resume
         if checkpoint.on_first_rank(
@@ -63,7 +62,6 @@ class Past:
         ):
             resume = "latest"  # whatever the job began with, it has come further since
         if resume is None:
-            self._refuse_to_start_over()
             self._begin_with_weights()
             return
         found = checkpoint.find_checkpoint(
@@ -123,10 +121,20 @@ class Past:
             self._say(f"warning: {line}")
         self._say(f"began with the weights of {self._settings.initialize_from}")
 
-    def _refuse_to_start_over(self) -> None:
-        saved = checkpoint.newest_first(self._checkpoints)
-        if saved:
-            raise CheckpointError(
-                f'logging.run_dir="{self._folder}" has a run at step {saved[0].step}; go on from '
-                "there with checkpoint.resume=latest, or name another folder"
-            )
+
+def refuse_to_start_over(config: Config, launch: str | None) -> None:
+    """See whether a run may begin as the recipe says, once nobody else writes to its folder.
+
+    Raises:
+        CheckpointError: there is a run in the folder, which a fresh start would replace.
+    """
+    folder = Path(config.logging.run_dir)
+    checkpoints = folder / checkpoint.CHECKPOINTS
+    if config.checkpoint.resume is not None or has_saved(launch, checkpoints):
+        return
+    saved = checkpoint.newest_first(checkpoints)
+    if saved:
+        raise CheckpointError(
+            f'logging.run_dir="{folder}" has a run at step {saved[0].step}; go on from there '
+            "with checkpoint.resume=latest, or name another folder"
+        )

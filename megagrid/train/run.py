@@ -61,7 +61,7 @@ from megagrid.train.metrics import (
     Stopwatch,
     read_records,
 )
-from megagrid.train.past import Past
+from megagrid.train.past import Past, refuse_to_start_over
 from megagrid.train.recording import Recorder, guard_record
 from megagrid.train.saving import Saver
 from megagrid.train.state import Progress, RunState
@@ -350,6 +350,8 @@ class Run:
         # Half of the time in which the others wait for this rank.
         patience = min(SECONDS_TO_DIE, self.config.train.setup_timeout_seconds / 2)
         self._lock = lock_folder(self.folder, bootstrap.read_job(), patience)
+        # A start that is refused has no word in the run that lies here, nor on it.
+        refuse_to_start_over(self.config, bootstrap.read().launch)
         forget(self.folder, self.grid.world.size)
 
     def _open_sinks(self) -> list[Sink]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,8 @@ from megagrid.health.beat import (
     forget,
     name_ranks,
     read_beats,
+    read_known,
+    write_beat,
     write_whole,
 )
 from tests.health.beats import NOW, beat, waiting
@@ -82,3 +86,28 @@ def test_an_end_says_how(how, end):
 )
 def test_ranks_are_named_in_runs(ranks, text):
     assert name_ranks(ranks) == text
+
+
+def test_on_a_full_disk_a_beat_is_written_over_the_last_one(tmp_path, monkeypatch):
+    write_beat(tmp_path, beat(0, step=1234567))
+
+    def full(self: Path, *content: object, **how: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    write_beat(tmp_path, beat(0, step=8))
+    assert read_beats(tmp_path)[0].step == 8
+    write_beat(tmp_path, beat(0, step=9, end=End(MISTAKEN, 2, NOW, "no space left")))
+    assert read_beats(tmp_path)[0].end.line == "no space left"
+    write_beat(tmp_path, beat(0, end=End(CRASH, 1, NOW, "x" * 99999)))  # no room: the last stays
+    assert read_beats(tmp_path)[0].step == 9
+
+
+def test_a_rank_sees_those_of_its_start_whether_they_have_the_folder_yet_or_not(tmp_path):
+    write_beat(tmp_path, beat(0, start="a"))
+    write_beat(tmp_path, beat(1, start="old", time=NOW - 99))
+    write_beat(tmp_path, beat(1, start="a", has_folder=False))
+    write_beat(tmp_path, beat(2, start="b", has_folder=False))
+    assert {rank: one.start for rank, one in read_known(tmp_path, "a").items()} == {0: "a", 1: "a"}
+    assert list(read_known(tmp_path, "a", rank=1)) == [1]
+    assert list(read_known(tmp_path, None)) == [1, 2]

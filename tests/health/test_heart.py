@@ -26,6 +26,9 @@ from megagrid.health.beat import (
     End,
     beat_file,
     read_beat,
+    read_beats,
+    read_starting,
+    write_beat,
     write_whole,
 )
 from megagrid.health.heart import Heart, Identity, Pulse
@@ -50,10 +53,15 @@ def heart(run: Path, rank: int = 3) -> Heart:
     return Heart(run, identity, 0.02, Pulse())
 
 
+def starting_file(run: Path) -> Path:
+    """Of rank 3."""
+    return beat_file(run, 3, has_folder=False)
+
+
 def next_beat(run: Path, since: float) -> Beat:
     """The first that is written after `since`."""
     deadline = time.monotonic() + 30
-    while (found := read_beat(beat_file(run, 3))) is None or found.time <= since:
+    while (found := read_beat(starting_file(run))) is None or found.time <= since:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return found
@@ -109,7 +117,7 @@ def test_the_watch_looks_however_rare_beats_are(tmp_path, monkeypatch):
         while 8 not in watch.steps:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert read_beat(beat_file(tmp_path, 3)) == first
+        assert read_beat(starting_file(tmp_path)) == first
 
 
 def test_a_rank_is_of_a_start_once_the_ranks_have_met(tmp_path):
@@ -118,7 +126,7 @@ def test_a_rank_is_of_a_start_once_the_ranks_have_met(tmp_path):
     assert (beats.speak().start, beats.is_told) == (None, False)
     beats.identify(replace(identity, start="a"))
     assert (beats.speak().start, beats.is_told) == ("a", True)
-    assert read_beat(beat_file(tmp_path, 3)).start == "a"
+    assert read_beat(starting_file(tmp_path)).start == "a"
 
 
 class BadLooks(Looks):
@@ -148,7 +156,7 @@ def test_the_last_beat_says_how_the_rank_ended(tmp_path, how):
     except DataError:
         pass
     time.sleep(0.2)
-    end = read_beat(beat_file(tmp_path, 3)).end
+    end = read_beat(starting_file(tmp_path)).end
     assert (end.how, end.line) == ((MISTAKEN, str(how)) if how else (DONE, ""))
 
 
@@ -156,28 +164,49 @@ def test_the_first_word_on_an_end_counts(tmp_path):
     beats = heart(tmp_path)
     beats.end(0)
     beats.end(RuntimeError("at exit"))
-    assert read_beat(beat_file(tmp_path, 3)).end.how == DONE
+    assert read_beat(starting_file(tmp_path)).end.how == DONE
 
 
-def test_a_run_that_has_no_folder_of_its_own_yet_spares_the_beats_of_one_that_goes_on(tmp_path):
+@pytest.mark.parametrize("end", [None, End(DONE, 0, 5.0)])
+def test_a_start_that_is_refused_the_folder_leaves_no_word_on_the_run_in_there(tmp_path, end):
+    theirs = beat(3, host="here", end=end)
+    write_beat(tmp_path, theirs)
+    beats = heart(tmp_path)
+    with pytest.raises(DataError), beats.beating():
+        next_beat(tmp_path, 0.0)
+        raise DataError("the folder has a run")
+    assert read_beats(tmp_path) == {3: theirs}
+    assert read_starting(tmp_path)[3].end.how == MISTAKEN
+
+
+def test_a_rank_whose_start_has_the_folder_is_the_run_s(tmp_path):
+    beats = heart(tmp_path)
+    beats.speak()
+    beats.pulse.owns_folder = True
+    beats.speak()
+    assert list(read_beats(tmp_path)) == [3]
+    assert read_starting(tmp_path) == {}
+
+
+def test_a_start_that_has_no_folder_yet_spares_the_beats_of_another_that_goes_on(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         theirs = beat(3, host="here", pid=other.pid)
-        beat_file(tmp_path, 3).parent.mkdir()
-        write_whole(beat_file(tmp_path, 3), theirs.to_json())
+        starting_file(tmp_path).parent.mkdir(parents=True)
+        write_whole(starting_file(tmp_path), theirs.to_json())
         heart(tmp_path).end(DataError("the folder belongs to a run that is still going on"))
-        assert read_beat(beat_file(tmp_path, 3)) == theirs
+        assert read_beat(starting_file(tmp_path)) == theirs
         other.stdin.close()
     heart(tmp_path).end(0)  # it is gone now
-    assert read_beat(beat_file(tmp_path, 3)).end.how == DONE
+    assert read_beat(starting_file(tmp_path)).end.how == DONE
 
 
 @pytest.mark.parametrize("age", [1.0, 60.0])
 def test_on_another_host_a_beat_speaks_for_its_rank_as_long_as_it_is_fresh(tmp_path, age):
     theirs = beat(3, host="elsewhere", time=time.time() - age)
-    beat_file(tmp_path, 3).parent.mkdir()
-    write_whole(beat_file(tmp_path, 3), theirs.to_json())
+    starting_file(tmp_path).parent.mkdir(parents=True)
+    write_whole(starting_file(tmp_path), theirs.to_json())
     heart(tmp_path).end(0)
-    assert (read_beat(beat_file(tmp_path, 3)) == theirs) == (age < 10)
+    assert (read_beat(starting_file(tmp_path)) == theirs) == (age < 10)
 
 
 def test_a_folder_that_is_locked_is_written_to_whatever_lies_there(tmp_path):

@@ -201,7 +201,8 @@ class NotMet(Watched):
         now = time.time()
         for rank in range(4):
             last = self._began - 60 if rank in self._silent else now
-            write_beat(self._run, beat(rank, started=now - 3600, time=last, interval_s=0.01))
+            times = {"started": now - 3600, "time": last, "interval_s": 0.01}
+            write_beat(self._run, beat(rank, has_folder=False, **times))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megagrid.config.schema import Config
 from megagrid.errors import CheckpointError, MegagridError
 from megagrid.grid.grid import build_grid
 from megagrid.grid.placement import Placement
+from megagrid.health.heart import Pulse
 from megagrid.plan.hardware import find_device
 from megagrid.train import attempt as attempt_module
 from megagrid.train.metrics import read_records
@@ -34,8 +35,9 @@ def config_of(folder: Path, *parts: Sections) -> Config:
     return t0(folder, Placement(), SMALL, *parts)
 
 
-def make(config: Config) -> Run:
-    return Run(config, build_grid(Placement(), 0, "cpu", config.model.num_kv_heads))
+def make(config: Config, pulse: Pulse | None = None) -> Run:
+    grid = build_grid(Placement(), 0, "cpu", config.model.num_kv_heads)
+    return Run(config, grid, pulse=pulse)
 
 
 def train(folder: Path, *parts: Sections) -> Run:
@@ -113,7 +115,8 @@ def test_a_resume_warns_of_what_makes_it_another_run(folder, capsys, keys, warni
 def test_a_fresh_start_in_the_folder_of_a_saved_run_is_refused(folder):
     train(folder)
     with pytest.raises(CheckpointError, match=r"has a run at step 3; .*checkpoint.resume=latest"):
-        make(config_of(folder))
+        make(config_of(folder), pulse := Pulse())
+    assert not pulse.owns_folder
     assert steps_of(folder) == [1, 2, 3]
 
 
