@@ -45,6 +45,7 @@ from megagrid.exit_codes import CRASHED, USER_MISTAKE
 from megagrid.grid import bootstrap
 from megagrid.grid.start import check_devices
 from megagrid.health.beat import read_beats, read_starting, write_beat
+from megagrid.health.presence import Presence
 from megagrid.launcher.launch import BEGUN, Launch
 from megagrid.launcher.link import Link, first_word
 from megagrid.launcher.rounds import (
@@ -105,8 +106,9 @@ class Meeting(RendezvousHandler):
 
     use_agent_store = True
 
-    def __init__(self, link: Link, signals: Signals) -> None:
+    def __init__(self, link: Link, signals: Signals, presence: Presence) -> None:
         self._link = link
+        self._presence = presence
         self._signals = signals
         self.round = 0
 
@@ -129,6 +131,7 @@ class Meeting(RendezvousHandler):
                 break
             time.sleep(LOOK_SECONDS / 2)
             link.look()
+            self._presence.show()
         self.round = job.round
         link.say(at=RUNNING, round=job.round)
         if job.news and link.node == 0:
@@ -169,8 +172,10 @@ class Agent(LocalElasticAgent):
         link: Link,
         signals: Signals,
         config: Config,
+        presence: Presence,
     ) -> None:
         super().__init__(spec, logs_specs)
+        self._presence = presence
         self._link = link
         self._signals = signals
         self._config = config
@@ -212,6 +217,7 @@ class Agent(LocalElasticAgent):
         the others again or, with no restarts left, to end."""
         link, watch = self._link, self._watch
         link.look()
+        self._presence.show()
         job, is_mine = link.job, link.job.round == link.word.round
         for number in self._signals:
             watch.stop(number, self._config.checkpoint.seconds_to_stop)
@@ -298,12 +304,13 @@ def _work(launch: Launch, link: Link, signals: Signals, config: Config) -> None:
     """Run round after round, to the last."""
     # torchrun leaves its folder for what ranks record behind, wherever it is, so it gets a passing
     # one.
+    presence = Presence(Path(config.logging.run_dir), launch.node)
     with tempfile.TemporaryDirectory(prefix="megagrid-") as folder:
         logs = DefaultLogsSpecs(folder)
         spec = WorkerSpec(
             role="megagrid",
             local_world_size=launch.ranks,
-            rdzv_handler=Meeting(link, signals),
+            rdzv_handler=Meeting(link, signals, presence),
             entrypoint=sys.executable,
             args=("-m", "megagrid", "train", launch.recipe, *launch.overrides),
             max_restarts=launch.max_restarts,
@@ -311,8 +318,11 @@ def _work(launch: Launch, link: Link, signals: Signals, config: Config) -> None:
             # As torchrun binds ranks to the memory next to their devices.
             numa_options=LaunchConfig(1, 1, launch.ranks, logs_specs=logs).numa_options,
         )
-        with suppress(RendezvousClosedError):
-            Agent(spec, logs, link, signals, config).run()
+        try:
+            with suppress(RendezvousClosedError):
+                Agent(spec, logs, link, signals, config, presence).run()
+        finally:
+            presence.withdraw()
 
 
 def _tell(launch: Launch, mistake: str) -> Verdict:

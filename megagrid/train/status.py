@@ -9,34 +9,42 @@ config.toml         of how many steps
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeVar
 
 from megagrid.checkpoint.folders import CHECKPOINTS, newest_first
 from megagrid.checkpoint.manifest import find_damage, read_manifest
 from megagrid.config.load import load
 from megagrid.config.schema import Config
-from megagrid.errors import CheckpointError, DataError, MegagridError
+from megagrid.errors import CheckpointError, DataError
 from megagrid.exit_codes import CRASHED, STOPPED
 from megagrid.grid import bootstrap
 from megagrid.health.beat import (
     CRASH,
     DONE,
     EVALUATING,
+    FOLDER,
     INTERRUPT,
     LEFT_ALONE,
     MISTAKEN,
     SAVING,
     SETUP,
+    STALE_BEATS,
     STOPPED_AND_SAVED,
     Beat,
     is_alive,
     name_ranks,
     read_beats,
+    read_known,
+    read_starting,
 )
+from megagrid.health.presence import present_launcher
 from megagrid.health.stragglers import find_stragglers
 from megagrid.health.verdict import of_this_start, verdict_file
 from megagrid.train.metrics import StepRecord, last_records
@@ -60,6 +68,9 @@ NAMED = 8
 
 CLOCKS_DIFFER_S = 600.0
 """By so much at most: a run whose last beat is older isn't waited for."""
+
+PROCESS_SLACK_S = 60.0
+"""That the system's clock may have been set since it has begun to count."""
 
 BEATS_WAITED, MOST_WAITED_S = 1.5, 30.0
 """Intervals, and seconds at most, until a beat must have been followed by another."""
@@ -152,12 +163,12 @@ def status_of(run: Path, now: float, seen: Beat | None = None) -> Status:
     Raises:
         DataError: the folder isn't a run's.
     """
-    beats = of_this_start(read_beats(run))
+    beats = _beats(run, now)
     now = _by_their_clocks(beats, now, seen)
     ranks = _Ranks(beats, now)
     records = _recent(run / "metrics.jsonl")
     config = _config(run)
-    saved = newest_sound(run, now)
+    saved = _or_none(lambda: newest_sound(run, now))
     if not (ranks.beats or records or config or saved):
         raise DataError(f"{run}: no run in here; name the folder that is its logging.run_dir")
     total = config.train.total_steps if config is not None else None
@@ -190,6 +201,18 @@ def status_of(run: Path, now: float, seen: Beat | None = None) -> Status:
     )
 
 
+def _beats(run: Path, now: float) -> dict[int, Beat]:
+    """Of the ranks that are the run's; of a start that hasn't its folder yet only while that beats
+    and the run doesn't, or where there is nothing else."""
+    mine = of_this_start(read_beats(run))
+    newest = max(mine.values(), key=lambda beat: beat.started, default=None)
+    if newest is not None and newest.start is not None:
+        mine = of_this_start(read_known(run, newest.start))
+    starting = of_this_start(read_starting(run))
+    is_starting = bool(_Ranks(starting, now).alive) and not _Ranks(mine, now).alive
+    return starting if is_starting or not mine else mine
+
+
 def _last(beats: Mapping[int, Beat]) -> Beat | None:
     """The last beat of ranks that haven't said that they end."""
     going_on = (beat for beat in beats.values() if beat.end is None)
@@ -198,7 +221,7 @@ def _last(beats: Mapping[int, Beat]) -> Beat | None:
 
 def _last_if_doubtful(run: Path, now: float) -> Beat | None:
     """The last beat of a run, if it is overdue by so little that it may be a clock that differs."""
-    last = _last(of_this_start(read_beats(run)))
+    last = _last(_beats(run, now))
     if last is None or last.host == bootstrap.host_name() or not last.is_silent(now):
         return None
     return last if now - last.time <= CLOCKS_DIFFER_S else None
@@ -247,7 +270,19 @@ class _Ranks:
 
 def _is_gone(beat: Beat) -> bool:
     """Whether this is the rank's host, and its process is no more."""
-    return beat.host == bootstrap.host_name() and not is_alive(beat.pid)
+    return beat.host == bootstrap.host_name() and not _has_process(beat)
+
+
+def _has_process(beat: Beat) -> bool:
+    """Whether this machine has the rank's process: no zombie, nor a later one of the same number.
+    Where the system has no /proc any process of the number will do."""
+    try:
+        state, *numbers = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()
+        booted = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+        begun = int(booted[1]) + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, TypeError, IndexError):
+        return is_alive(beat.pid)
+    return state not in "ZX" and begun <= beat.started + PROCESS_SLACK_S
 
 
 def _health(
@@ -261,16 +296,26 @@ def _health(
     """One of `CODES`, and why."""
     if ranks.alive:
         return _health_of_living(ranks, records, since_step_s)
+    health, why = _health_of_ended(run, ranks, step, total, since_step_s)
+    launcher = present_launcher(run, ranks.now) if health in (FAILED, STOPPED_TO_GO_ON) else None
+    if launcher is None:
+        return health, why
+    return (
+        WAITING,
+        f"{why}; the launcher on {launcher.host} has yet to start ranks again, or to end",
+    )
+
+
+def _health_of_ended(
+    run: Path, ranks: _Ranks, step: int, total: int | None, since_step_s: float | None
+) -> tuple[str, str]:
     alone = ranks.first_that(LEFT_ALONE)
     if alone and (told := _verdict(run, alone.start)):
         return FAILED, told
     if wrong := ranks.first_that(MISTAKEN) or ranks.first_that(CRASH):
         return FAILED, f"{wrong.who}: {wrong.end.line or wrong.end.how}"
     if ranks.silent and not ranks.first_that(STOPPED_AND_SAVED, DONE):
-        who = "; ".join(beat.who for beat in ranks.silent[:NAMED])
-        last = max(beat.time for beat in ranks.silent)
-        ago = f"{ranks.now - last:.0f} s ago"
-        return FAILED, f"without a word since {ago}: {who}; killed, or the host is down"
+        return _health_of_silent(run, ranks, since_step_s)
     if alone:
         return FAILED, alone.end.line
     if ranks.first_that(INTERRUPT):
@@ -282,11 +327,27 @@ def _health(
     return WAITING, "no rank has begun"
 
 
+def _health_of_silent(run: Path, ranks: _Ranks, since_step_s: float | None) -> tuple[str, str]:
+    """Of ranks of which none beats, and some haven't said that they end."""
+    last = max(ranks.silent, key=lambda beat: beat.time)
+    ago = f"{max(0.0, ranks.now - last.time):.0f} s ago"
+    there = [beat for beat in ranks.silent if not _is_gone(beat)]
+    makes_steps = since_step_s is not None and since_step_s <= STALE_BEATS * last.interval_s
+    if there and makes_steps:
+        mute = f"it makes steps, but ranks can't write to {run / FOLDER}, the last {ago}"
+        return RUNNING, f"{mute}; make room there"
+    who = "; ".join(beat.who for beat in ranks.silent[:NAMED])
+    if any(beat.host == bootstrap.host_name() for beat in there):
+        what = "their processes are there, stopped by a signal or hung"
+        return STALLED, f"without a word since {ago}: {who}; {what}"
+    return FAILED, f"without a word since {ago}: {who}; killed, or the host is down"
+
+
 def _health_of_living(
     ranks: _Ranks, records: Sequence[StepRecord], since_step_s: float | None
 ) -> tuple[str, str]:
     first = min(ranks.alive, key=lambda beat: beat.rank)
-    in_phase_s = ranks.now - first.phase_since
+    in_phase_s = max(0.0, ranks.now - first.phase_since)
     phase = f"{first.phase}, for {in_phase_s:.0f} s"
     missing = [*ranks.absent, *(beat.rank for beat in ranks.silent)]
     if first.phase in SETUP:
@@ -310,8 +371,8 @@ def newest_sound(run: Path, now: float) -> SavedStep | None:
         try:
             manifest = read_manifest(folder.path)
             problems = find_damage(folder.path, manifest.files.items(), deep=False)
-            age_s = now - folder.path.stat().st_mtime
-        except (CheckpointError, OSError) as error:
+            age_s = max(0.0, now - folder.path.stat().st_mtime)
+        except (CheckpointError, OSError, ValueError, TypeError, AttributeError) as error:
             problems = [str(error)]
         if not problems:
             return SavedStep(folder.step, str(folder.path), age_s, tuple(passed_over))
@@ -321,17 +382,30 @@ def newest_sound(run: Path, now: float) -> SavedStep | None:
 
 def _recent(path: Path) -> list[StepRecord]:
     """The last records, as far as they can be read while one is being written."""
-    try:
-        return last_records(path, RECENT)
-    except DataError:
-        return []
+    records = _or_none(lambda: last_records(path, RECENT)) or []
+    return records if all(map(_is_sound, records)) else []
+
+
+def _is_sound(record: StepRecord) -> bool:
+    """Whether it has numbers where a step has them."""
+    times = record.step_time_s, record.tokens_per_s
+    are_numbers = all(isinstance(value, int | float) for value in (*times, record.loss))
+    return isinstance(record.step, int) and are_numbers and all(map(math.isfinite, times))
 
 
 def _config(run: Path) -> Config | None:
-    path = run / "config.toml"
+    path = run / "config.toml"  # may be of another version
+    return _or_none(lambda: load(str(path)) if path.is_file() else None)
+
+
+T = TypeVar("T")
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    """What can be read; None where anything else lies, for a run's folder may hold whatever."""
     try:
-        return load(str(path)) if path.is_file() else None
-    except MegagridError:  # of another version
+        return read()
+    except Exception:
         return None
 
 
@@ -339,10 +413,8 @@ def _verdict(run: Path, start: str | None) -> str:
     """What the ranks of `start` that gave up waiting have said; "" if none has."""
     if start is None:
         return ""
-    try:
-        return json.loads(verdict_file(run, start).read_bytes())["line"]
-    except (OSError, ValueError, KeyError):
-        return ""
+    line = _or_none(lambda: json.loads(verdict_file(run, start).read_bytes())["line"])
+    return line if isinstance(line, str) else ""
 
 
 def is_run(path: Path) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +33,10 @@ from megagrid.health.beat import (
     Beat,
     End,
     beat_file,
+    write_beat,
     write_whole,
 )
+from megagrid.health.presence import Presence, present_launcher
 from megagrid.health.verdict import verdict_file
 from megagrid.train import status as status_module
 from megagrid.train.metrics import last_records, read_records
@@ -77,6 +82,11 @@ class MadeUp:
 @pytest.fixture
 def made(tmp_path) -> MadeUp:
     return MadeUp(tmp_path / "run")
+
+
+@pytest.fixture
+def _now(monkeypatch):
+    monkeypatch.setattr("megagrid.train.status_command.time.time", lambda: NOW)
 
 
 def ranks(**keys) -> list[Beat]:
@@ -232,6 +242,130 @@ def test_a_verdict_on_another_start_is_no_reason(made):
     assert made.status().reason == "rank 0 lost a peer"
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("foo", ""), ([1], ""), (None, ""), ({"line": [1]}, ""), ({"line": "it hangs"}, "it hangs")],
+)
+def test_a_verdict_that_is_none_hides_no_more_than_itself(made, line, reason):
+    made.ranks(*ranks(end=ended(LEFT_ALONE, 3, "rank 0 lost a peer"), start="a"))
+    verdict_file(made.folder, "a").write_text(json.dumps(line))
+    assert made.status().reason == (reason or "rank 0 lost a peer")
+
+
+NO_WORD = ["", "foo", "null", "[1]", "{}", '{"step": null}', "[" * 99_999, "\0\udcff", "1" * 9_999]
+
+
+@pytest.mark.parametrize("text", NO_WORD, ids=range(len(NO_WORD)))
+def test_nothing_that_may_lie_in_the_folder_is_too_much(made, text):
+    made.steps(40)
+    made.ranks(*ranks(end=ended(LEFT_ALONE, 3), start="a"))
+    made.checkpoint(30)
+    (made.folder / "ranks" / "starting").mkdir()
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "ranks/rank-00001.json",
+        "ranks/rank-00007.json",
+        "ranks/starting/rank-00000.json",
+        "ranks/launcher-00000.json",
+        "ranks/verdict-a.json",
+        "checkpoints/step-00000030/manifest.json",
+    ):
+        (made.folder / name).write_bytes(text.encode(errors="surrogateescape"))
+        assert made.status().code == 1
+
+
+@pytest.mark.parametrize("keys", [{"time": None}, {"world_size": 10**12}, {"started": "x"}])
+def test_what_looks_like_a_beat_and_is_none_counts_for_nothing(made, keys):
+    values = json.loads(beat(0, DP2).to_json()) | keys
+    beat_file(made.folder, 0).write_text(json.dumps(values))
+    assert made.status().ranks == 0
+
+
+def test_times_are_never_below_zero(made, capsys, _now):
+    made.steps(40, ago=-5.0)
+    made.ranks(*ranks(phase=LOADING, phase_since=NOW + 5))
+    made.checkpoint(30)
+    os.utime(made.folder / "checkpoints" / "step-00000030", (NOW + 5, NOW + 5))
+    main(["status", str(made.folder)])
+    assert "-" not in capsys.readouterr().out.replace(str(made.folder), "").replace("0-1", "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Ranks that can't speak, and starts that aren't the run
+
+
+def test_ranks_that_make_steps_but_cannot_write_beats_are_no_failure(made):
+    made.steps(40, ago=3.0)
+    made.ranks(*ranks(time=NOW - 60))
+    assert made.status().health == "running"
+    assert "ranks can't write to" in made.status().reason
+    made.steps(40, ago=30.0)
+    assert made.status().health == "failed"
+
+
+def test_a_job_that_stands_still_with_its_launcher_is_stalled_not_dead(made):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        now = time.time()
+        times = {"started": now, "time": now, "host": platform.node(), "pid": process.pid}
+        made.ranks(*ranks(**times))
+        assert status_of(made.folder, now + 60).health == "stalled"
+        made.ranks(*ranks(**times | {"started": now - 9000}))  # the number was another's then
+        assert status_of(made.folder, now + 60).health == "failed"
+        process.stdin.close()
+
+
+def test_a_start_that_was_refused_the_folder_changes_nothing_of_the_run_in_there(made):
+    made.steps(100)
+    made.ranks(*ranks(end=ended(DONE, 0)))
+    refused = ended(MISTAKEN, 2, "the folder has a run at step 100")
+    for one in ranks(end=refused):
+        write_beat(made.folder, replace(one, has_folder=False))
+    assert made.status().health == "done"
+
+
+def test_a_start_that_failed_before_there_was_a_run_says_why(made):
+    write_beat(made.folder, beat(0, DP2, has_folder=False, end=ended(MISTAKEN, 2, "no such data")))
+    assert (made.status().health, made.status().reason[-12:]) == ("failed", "no such data")
+
+
+def test_ranks_that_start_again_are_waited_for(made):
+    made.steps(40)
+    made.ranks(*ranks(end=ended(CRASH, 1, "x")))
+    starting = beat(0, DP2, has_folder=False, phase=LOADING, phase_since=NOW - 7)
+    write_beat(made.folder, starting)
+    assert (made.status().health, made.status().code) == ("waiting", 11)
+
+
+@pytest.mark.parametrize(
+    ("how", "ago", "health"),
+    [
+        (CRASH, 1, "waiting"),
+        (LEFT_ALONE, 1, "waiting"),
+        (STOPPED_AND_SAVED, 1, "waiting"),
+        (DONE, 1, "done"),
+        (CRASH, 30, "failed"),
+    ],
+)
+def test_a_run_has_not_failed_as_long_as_a_launcher_may_start_it_again(made, how, ago, health):
+    made.steps(40)
+    made.ranks(*ranks(end=ended(how, 1, "rank 1 was ended by SIGKILL")))
+    word = {"host": "node0", "pid": 7, "time": NOW - ago}
+    (made.folder / "ranks" / "launcher-00000.json").write_text(json.dumps(word))
+    assert made.status().health == health
+    assert how != CRASH or "rank 1 was ended by SIGKILL" in made.status().reason
+
+
+def test_a_launcher_is_there_from_its_first_word_to_its_last(made):
+    presence = Presence(made.folder, 1)
+    presence.show()
+    assert present_launcher(made.folder, time.time()).pid == os.getpid()
+    presence.withdraw()
+    assert present_launcher(made.folder, time.time()) is None
+    Presence(made.folder / "other", 0).show()
+    assert not (made.folder / "other").exists()
+
+
 def test_a_run_without_beats_is_told_by_its_records(made):
     assert made.status().health == "waiting"
     made.steps(100)
@@ -272,11 +406,6 @@ def test_the_last_records_are_those_of_the_whole_file(made, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # The command
-
-
-@pytest.fixture
-def _now(monkeypatch):
-    monkeypatch.setattr("megagrid.train.status_command.time.time", lambda: NOW)
 
 
 def test_a_status_is_a_page_for_people(made, capsys, _now):
