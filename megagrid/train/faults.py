@@ -7,11 +7,11 @@ Any other fault is one of the program and keeps its traceback.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -166,7 +166,7 @@ UNWRITABLE = (
 
 def _is_in(path: object, folder: str) -> bool:
     """Whether it is a file there; a disk that is full doesn't say of which file."""
-    return path is None or os.path.abspath(str(path)).startswith(os.path.abspath(folder))
+    return path is None or Path(str(path)).absolute().is_relative_to(Path(folder).absolute())
 
 
 # --- All -----------------------------------------------------------------------------------------

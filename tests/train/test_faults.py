@@ -200,6 +200,7 @@ def test_any_other_fault_stays_what_it_is(fault):
         (errno.ENOSPC, None, True),
         (errno.EACCES, "unused/metrics.jsonl", True),
         (errno.EACCES, "elsewhere/data.bin", False),
+        (errno.EACCES, "unused-too/metrics.jsonl", False),
         (errno.ENOENT, "unused/metrics.jsonl", False),
     ],
 )
